@@ -98,7 +98,97 @@ def _fetch(
     return Panel(dashboard, title, panel["type"], defaults["unit"], stack, series, empty)
 
 
+@dataclass(frozen=True)
+class Cell:
+    """One number of a panel as Grafana shows it now. color: by the panel's thresholds; "text" for a plain one."""
+
+    name: str
+    text: str
+    color: str
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Panel of the first row. width: in Grafana's columns, of 24. cells: empty if it shows its word for no data."""
+
+    title: str
+    width: int
+    cells: list[Cell]
+    no_data: str
+
+
+def first_row(base: str, namespace: str) -> list[Stat]:
+    """Return the panels of the first row of the dashboard for operators, as they are now."""
+    board = json.loads((DASHBOARDS / "npuserve-operators.json").read_text(encoding="utf-8"))
+    stats = []
+    for panel in board["panels"]:
+        if panel["type"] == "row":
+            continue
+        defaults = panel["fieldConfig"]["defaults"]
+        overrides = {override["matcher"]["options"]: {item["id"]: item["value"] for item in override["properties"]}
+                     for override in panel["fieldConfig"].get("overrides", ())}
+        cells = []
+        for target in panel["targets"]:
+            for labels, value in values(base, target["expr"].replace("$namespace", namespace)):
+                name = legend(target["legendFormat"], labels)
+                override = overrides.get(name, {})
+                color = override.get("color", {}).get("fixedColor") or _color(defaults["thresholds"]["steps"], value)
+                cells.append(Cell(name, _number(value, override.get("unit", defaults["unit"])), color))
+        stats.append(Stat(panel["title"], panel["gridPos"]["w"], cells, defaults.get("noValue", "No data")))
+    return stats
+
+
+def _color(steps: list[dict[str, Any]], value: float) -> str:
+    """Return the color of the last threshold that the value reaches. The first one has no bound."""
+    reached = [step["color"] for step in steps if step["value"] is None or value >= step["value"]]
+    return str(reached[-1])
+
+
+def _number(value: float, unit: str) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "percentunit":
+        return f"{100 * value:,.0f}%" if value >= 1 else f"{100 * value:.3g}%"
+    if unit == "s":
+        return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+    return f"{value:.3g}" + {"reqps": " req/s"}.get(unit, "")
+
+
 # Pictures
+
+COLORS = {"red": "#e02f44", "orange": "#ff9830", "green": "#56a64b", "text": "#333333"}
+
+
+def draw_first_rows(rows: Mapping[str, list[Stat]], file: Path, title: str) -> None:
+    """Draw first rows of the dashboard, one below the other. rows: heading -> panels."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    widths = [stat.width for stat in next(iter(rows.values()))]
+    figure, axes = pyplot.subplots(
+        len(rows), len(widths), figsize=(17, 1.6 * len(rows)), layout="constrained", squeeze=False, width_ratios=widths)
+    for line, (heading, stats) in zip(axes, rows.items(), strict=True):
+        for number, (axis, stat) in enumerate(zip(line, stats, strict=True)):
+            axis.set_xticks([])
+            axis.set_yticks([])
+            axis.set_title(stat.title, fontsize=8, loc="left")
+            if number == 0:
+                axis.set_ylabel(heading, fontsize=11, fontweight="bold")
+            cells = stat.cells or [Cell("", stat.no_data, "text")]
+            for place, cell in enumerate(cells):
+                height = 1 - (place + 0.5) / len(cells)
+                if stat.width > 3 and cell.name:  # a bar gauge
+                    axis.text(0.03, height, cell.name, fontsize=7, va="center")
+                    axis.text(0.97, height, cell.text, fontsize=8, va="center", ha="right", color=COLORS[cell.color])
+                else:
+                    axis.text(0.5, height, cell.text, fontsize=15, va="center", ha="center", color=COLORS[cell.color])
+                    name = "" if len(cells) == 1 else cell.name
+                    axis.text(0.97, height - 0.2, name, fontsize=6, va="center", ha="right")
+    figure.suptitle(title, fontsize=8)
+    figure.savefig(file, dpi=80, pil_kwargs={"optimize": True})
+    pyplot.close(figure)
 
 
 def draw(panels: list[Panel], begin: float, file: Path, title: str) -> None:

@@ -1,6 +1,6 @@
 """What an operator sees in each of an outage's situations: alerts with their times, and the first row of the dashboard.
 
-    python bench/reliability/situations.py [--seconds 540] [--only NAME,...] [--json FILE]
+    python bench/reliability/situations.py [--seconds 540] [--only NAME,...] [--json FILE] [--picture FILE]
 
 Each situation is injected in real servers with a namespace of its own, and all are scraped by one Prometheus that
 evaluates the chart's rules. What kube-state-metrics reports in some situations is served by this program to a second
@@ -39,7 +39,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the rep
 
 from bench.reliability.full_disk import Filler, small_disk
 from bench.reliability.monitoring import RULES, free_port, running, wait_for
-from bench.reliability.panels import DASHBOARDS, ask, legend, values
+from bench.reliability.panels import Stat, ask, draw_first_rows, first_row
 from bench.serving.server import Serving, descendants, engine_of, serving
 
 SCRAPE_SECONDS = 5
@@ -244,19 +244,9 @@ def add_target(folder: Path, name: str, targets: list[str], labels: dict[str, st
     (folder / f"targets-{name}.json").write_text(json.dumps([{"targets": targets, "labels": labels}]))
 
 
-def first_row(base: str, namespace: str) -> dict[str, str]:
-    """Return the first row of the dashboard as text: title -> legends with values."""
-    board = json.loads((DASHBOARDS / "npuserve-operators.json").read_text(encoding="utf-8"))
-    shown = {}
-    for panel in board["panels"]:
-        if panel["type"] == "row":
-            continue
-        parts = []
-        for target in panel["targets"]:
-            for labels, value in values(base, target["expr"].replace("$namespace", namespace)):
-                parts.append(f"{legend(target['legendFormat'], labels)} {value:.3g}")
-        shown[panel["title"]] = ", ".join(parts) or panel["fieldConfig"]["defaults"].get("noValue", "no data")
-    return shown
+def as_text(row: list[Stat]) -> dict[str, str]:
+    """Return the first row of the dashboard as text: title -> names with values."""
+    return {stat.title: ", ".join(f"{cell.name} {cell.text}" for cell in stat.cells) or stat.no_data for stat in row}
 
 
 def firing(base: str) -> set[tuple[str, str, str]]:
@@ -293,6 +283,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=540.0, help="time after the injection (default: %(default)s)")
     parser.add_argument("--only", default="", help="situations, separated by commas (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the first row of each situation to FILE")
     args = parser.parse_args()
     chosen = {name: SITUATIONS[name] for name in args.only.split(",") if name} or SITUATIONS
     with contextlib.ExitStack() as stack:
@@ -307,16 +298,20 @@ def main() -> int:
         for name, place in places.items():
             threading.Thread(target=SITUATIONS[name].inject, args=(place,), daemon=True).start()  # type: ignore[arg-type]
         times = observe([servers, cluster_base], begin, args.seconds)
+        rows = {name: first_row(servers if name in places else cluster_base, name) for name in chosen}
         table = {
             name: {"alerts": times.get(name, {}), "wrong": verdict(situation, times.get(name, {})),
                    "calls": places[name].calls if name in places else {},
-                   "first row": first_row(servers if name in places else cluster_base, name)}
+                   "first row": as_text(rows[name])}
             for name, situation in chosen.items()}
         for place in places.values():
             place.stop.set()
             for server in place.servers:
                 with contextlib.suppress(ProcessLookupError):
                     kill(server)
+    if args.picture:
+        day = datetime.date.today()
+        draw_first_rows(rows, args.picture, f"First row of Operators, {args.seconds:.0f} s after the outage, {day}")
     text = json.dumps(table, indent=1)
     print(text)
     if args.json:

@@ -41,7 +41,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "otlp_endpoint": "http://collector.tracing:4317"}}),
     "a size in words, an own name": ((), {
         "config": {"kv_cache_memory": "4GiB"}, "model": {"servedName": "stories \"β\" <1>"}, "fullnameOverride": "st"}),
-    "hub with token and mirror": ((), {"model": {"source": "hub", "hub": {
+    "hub with token and mirror": ((), {"model": {"source": "init", "hub": {
         "name": "Qwen/Qwen3-0.6B", "endpoint": "https://hf-mirror.com", "tokenSecret": {"name": "hub"}}}}),
     "pvc, folder": (("cpu",), {"model": {"source": "pvc", "pvc": {"claimName": "models", "path": "qwen/0.6b"}}}),
     "pvc, root": (("cuda",), {"model": {"source": "pvc", "pvc": {"claimName": "models"}}}),
@@ -65,7 +65,8 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
                         "extraResources": {"huawei.com/Ascend910B2-memory": 16384}},
         "schedulerName": "hami-scheduler"}),
     "ascend with the node's driver": (("ascend",), {"accelerator": {"hostDriver": True}, "runtimeClassName": "runc"}),
-    "cuda, eight devices": (("cuda",), {"accelerator": {"count": 8}, "runtimeClassName": "nvidia"}),
+    "cuda, eight devices": (("cuda",), {
+        "accelerator": {"count": 8}, "config": {"tensor_parallel_size": 8}, "runtimeClassName": "nvidia"}),
     "hpa": ((), {"autoscaling": {"kind": "hpa", "minReplicas": 1, "maxReplicas": 4, "kvCacheUsage": 0.75,
                                   "predictedTtftRatio": 0.8}}),
     "keda with authentication": (("cuda",), {
@@ -78,8 +79,8 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
             "runbookBaseUrl": "https://git.example.com/npuserve/docs/operations.md",
             "grafanaUrl": "https://grafana.example.com"},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}}}),
-    "pod monitor and route": (("ascend",), {"accept": {"enabled": True}, "metrics": {
-        "scrape": "podMonitor", "scrapeTimeout": "10s",
+    "monitor and route": (("ascend",), {"accept": {"enabled": True}, "metrics": {
+        "scrape": "serviceMonitor", "scrapeTimeout": "10s",
         "relabelings": [{"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "node"}],
         "metricRelabelings": [{"sourceLabels": ["__name__"], "regex": "npuserve_.*_created", "action": "drop"}]},
         **_ROUTE}),
@@ -119,7 +120,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
             "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
                 {"matchExpressions": [{"key": "pool", "operator": "In", "values": ["cpu"]}]}]}}}}},
         "priorityClassName": "serving"}),
-    "smg and pod monitors": ((), {**_SMG, "metrics": {"scrape": "podMonitor"}}),
+    "smg and monitors": ((), {**_SMG, "metrics": {"scrape": "serviceMonitor"}}),
     "KV events for smg": ((), {**_SMG, "config": {"kv_events": "grpc", "kv_events_buffer": 1000}}),
     "KV events for an endpoint picker": (("cuda",), {
         **_POOL, "config": {"kv_events": "zmq", "kv_events_endpoint": "tcp://*:5557",
@@ -198,7 +199,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
             "hccl": {"bufferMegabytes": 512, "socketInterface": "=eth0", "basePort": 50000}},
         "podDisruptionBudget": {"maxUnavailable": "30%"}}),
     "groups, a pool and smg": (("cpu",), {
-        **GROUPS, **_POOL, **_SMG, "metrics": {"scrape": "podMonitor"},
+        **GROUPS, **_POOL, **_SMG, "metrics": {"scrape": "serviceMonitor"},
         "autoscaling": {"kind": "hpa"}}),
     "everything at once": (("ascend", "prod"), {**_ROUTE, **_MONITORING, **_KEDA, "global": {"region": "eu"},
                                                 "cache": {"type": "pvc"}}),

@@ -29,7 +29,7 @@ RESOURCES = {
     "policy/v1": {"PodDisruptionBudget"},
     "networking.k8s.io/v1": {"NetworkPolicy"},
     "autoscaling/v2": {"HorizontalPodAutoscaler"},
-    "monitoring.coreos.com/v1": {"ServiceMonitor", "PodMonitor", "PrometheusRule"},
+    "monitoring.coreos.com/v1": {"ServiceMonitor", "PrometheusRule"},
     "keda.sh/v1alpha1": {"ScaledObject"},
     "gateway.networking.k8s.io/v1": {"GRPCRoute", "HTTPRoute"},
     "inference.networking.k8s.io/v1": {"InferencePool"},

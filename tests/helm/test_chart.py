@@ -120,6 +120,16 @@ def test_combination_is_valid_for_kubernetes_and_the_server(
     assert loaded.served_name == values.get("model", {}).get("servedName", loaded.served_name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("presets", STACKS, ids="+".join)
+def test_presets_are_valid_for_every_kubernetes(presets: tuple[str, ...]):
+    kube = validator()
+    newest = int(kube.latest_version().split(".")[1])
+    assert newest >= 37
+    for minor in range(25, newest + 1):
+        assert not problems(render(presets=presets, kubernetes=f"1.{minor}.0"), f"1.{minor}")
+
+
 @pytest.mark.parametrize("name", NEWER)
 def test_combination_that_needs_a_newer_kubernetes_is_valid_there_and_refused_before(name: str):
     version, presets, values = NEWER[name]
@@ -149,10 +159,10 @@ def test_claimed_devices_replace_the_resource_of_the_device_plugin():
 
 
 def test_validation_finds_errors(versions: list[str]):
-    objects = render({"metrics": {"scrape": "podMonitor"}})
-    deployment, monitor = find(objects, "Deployment"), find(objects, "PodMonitor")
+    objects = render({"metrics": {"scrape": "serviceMonitor"}})
+    deployment, monitor = find(objects, "Deployment"), find(objects, "ServiceMonitor")
     deployment["spec"]["template"]["spec"]["containers"][0]["livenessProb"] = {}
-    monitor["spec"]["podMetricsEndpoints"][0]["intervall"] = "1s"
+    monitor["spec"]["endpoints"][0]["intervall"] = "1s"
     unknown = {"apiVersion": "example.com/v1", "kind": "Unknown", "metadata": {"name": "x"}}
     found = problems([deployment, monitor, unknown], versions[0])
     for text, word in zip(found, ("livenessProb", "intervall", "Unknown"), strict=True):
@@ -263,7 +273,6 @@ def test_accelerators(presets: tuple[str, ...], device: str, resource: Object):
 
 @pytest.mark.parametrize(("model", "said", "offline"), [
     ({}, {}, False),
-    ({"source": "hub", "hub": {"name": "a/b"}}, {"model": "a/b"}, False),
     ({"source": "pvc", "pvc": {"claimName": "c", "path": "d/e"}}, {"model": "/models/d/e"}, True),
     ({"source": "pvc", "pvc": {"claimName": "c"}}, {"model": "/models"}, True),
     ({"source": "init", "hub": {"name": "a/b"}}, {"model": "/models/a--b/main", "served_name": "a/b"}, True),
@@ -279,11 +288,11 @@ def test_models(model: Object, said: Object, offline: bool):
     assert ("models" in {volume["name"] for volume in spec["volumes"]}) == offline
     secret = {"secretKeyRef": {"name": "hub", "key": "token"}}
     spec = pod(render({"model": merged(model, {"hub": {"tokenSecret": {"name": "hub"}}})}))
-    downloads = spec.get("initContainers", []) if offline else spec["containers"] * (model.get("source") == "hub")
+    downloads = spec.get("initContainers", [])
     assert [container["name"] for container in (*spec["containers"], *spec.get("initContainers", []))
             if environment(container).get("HF_TOKEN") == secret] == [each["name"] for each in downloads]
     out = [port["port"] for rule in find(objects, "NetworkPolicy")["spec"]["egress"] for port in rule["ports"]]
-    assert (443 in out) == (model.get("source") in ("hub", "init"))
+    assert (443 in out) == (model.get("source") == "init")
 
 
 def test_autoscalers_use_existing_metrics():

@@ -239,7 +239,7 @@ def test_gateway_image_is_its_own(registry: str):
     assert spec["containers"][0]["image"] == f"{prefix}g@{digest}"
 
 
-@pytest.mark.parametrize("scrape", ["annotations", "serviceMonitor", "podMonitor", "none"])
+@pytest.mark.parametrize("scrape", ["annotations", "serviceMonitor", "none"])
 def test_gateway_metrics_are_scraped_as_those_of_the_servers(scrape: str):
     objects = render({**smg(ports={"metrics": 29001}), "metrics": {"scrape": scrape, "labels": {"release": "p"}}})
     annotations = find(objects, "Deployment", NAME)["spec"]["template"]["metadata"]["annotations"]
@@ -249,10 +249,9 @@ def test_gateway_metrics_are_scraped_as_those_of_the_servers(scrape: str):
     for monitor in monitors:
         assert monitor["metadata"]["labels"]["release"] == "p"
         wanted = monitor["spec"]["selector"]["matchLabels"].items()
-        if scrape == "serviceMonitor":
-            (service,) = [o for o in objects if o["kind"] == "Service" and wanted <= o["metadata"]["labels"].items()]
-            assert service["spec"]["ports"][0]["port"] == 29001
-            wanted = service["spec"]["selector"].items()
+        (service,) = [o for o in objects if o["kind"] == "Service" and wanted <= o["metadata"]["labels"].items()]
+        assert service["spec"]["ports"][0]["port"] == 29001
+        wanted = service["spec"]["selector"].items()
         labels = find(objects, "Deployment", NAME)["spec"]["template"]["metadata"]["labels"].items()
         assert wanted <= labels
         assert not wanted <= workload(objects)["spec"]["template"]["metadata"]["labels"].items()

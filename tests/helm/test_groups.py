@@ -121,13 +121,11 @@ def test_ranks_of_a_pod_divide_its_cores(cpu: Any, size: int, threads: str):
     assert environment(groups(values)[1])["NPUSERVE_THREADS"] == threads
 
 
-@pytest.mark.parametrize("scrape", ["serviceMonitor", "podMonitor"])
-def test_only_leaders_are_called_and_scraped(scrape: str):
-    values = merged(COMBINATIONS["groups, a pool and smg"][1],
-                    {"metrics": {"scrape": scrape}, "autoscaling": {"kind": "none"}})
+def test_only_leaders_are_called_and_scraped():
+    values = merged(COMBINATIONS["groups, a pool and smg"][1], {"autoscaling": {"kind": "none"}})
     objects, leader, worker = groups(values)
     selectors = [o["spec"]["selector"] for o in objects if o["kind"] == "Service"]
-    selectors += [o["spec"]["selector"]["matchLabels"] for o in objects if o["kind"] in ("InferencePool", "PodMonitor")]
+    selectors += [o["spec"]["selector"]["matchLabels"] for o in objects if o["kind"] == "InferencePool"]
     arguments = find(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
     selectors.append(dict(argument.split("=") for argument in arguments[arguments.index("--selector") + 1:][:4]))
     ours = [selector for selector in selectors if selector["app.kubernetes.io/component"] == "server"]

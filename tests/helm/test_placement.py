@@ -155,11 +155,9 @@ def test_load_balancer_class_and_node_port():
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="no program promtool on PATH (Debian's package prometheus)")
-@pytest.mark.parametrize("scrape", ["serviceMonitor", "podMonitor"])
-def test_monitor_drops_pending_pods(scrape: str, tmp_path: Path):
+def test_monitor_drops_pending_pods(tmp_path: Path):
     """A pod has an address while its init container downloads the model, and no metrics page: it is not down."""
-    endpoints = find(render({"metrics": {"scrape": scrape}}), scrape[0].upper() + scrape[1:])["spec"]
-    (endpoint,) = endpoints.get("endpoints") or endpoints["podMetricsEndpoints"]
+    (endpoint,) = find(render({"metrics": {"scrape": "serviceMonitor"}}), "ServiceMonitor")["spec"]["endpoints"]
     rules = [{"source_labels": rule["sourceLabels"], "regex": rule["regex"], "action": rule["action"]}
              for rule in endpoint["relabelings"]]
     pods = [{"targets": [f"{phase.lower()}:9090"], "labels": {"__meta_kubernetes_pod_phase": phase}}
@@ -174,13 +172,11 @@ def test_monitor_drops_pending_pods(scrape: str, tmp_path: Path):
     assert kept == ["running:9090"]
 
 
-@pytest.mark.parametrize("scrape", ["serviceMonitor", "podMonitor"])
-def test_monitor_relabels_and_has_a_timeout(scrape: str):
+def test_monitor_relabels_and_has_a_timeout():
     rules = {"relabelings": [{"targetLabel": "cluster", "replacement": "eu"}],
              "metricRelabelings": [{"sourceLabels": ["__name__"], "regex": ".*_created", "action": "drop"}]}
-    objects = render({"metrics": {"scrape": scrape, "scrapeTimeout": "5s", **rules}})
-    spec = find(objects, scrape[0].upper() + scrape[1:])["spec"]
-    (endpoint,) = spec.get("endpoints") or spec["podMetricsEndpoints"]
+    objects = render({"metrics": {"scrape": "serviceMonitor", "scrapeTimeout": "5s", **rules}})
+    (endpoint,) = find(objects, "ServiceMonitor")["spec"]["endpoints"]
     assert endpoint["scrapeTimeout"] == "5s"
     assert endpoint["relabelings"][1:] == rules["relabelings"]
     assert endpoint["metricRelabelings"] == rules["metricRelabelings"]

@@ -83,7 +83,6 @@ def test_device_preset_asks_for_what_its_model_needs(preset: str):
     ({"source": "init", "hub": {"name": "a/b"}}, "50Gi"),
     ({"source": "init", "hub": {"name": "a/b"}, "init": {"size": "7Gi"}}, "7Gi"),
     ({"source": "init", "hub": {"name": "a/b"}, "init": {"claimName": "models"}}, None),
-    ({"source": "hub", "hub": {"name": "a/b"}}, "20Gi"),
     ({"source": "pvc", "pvc": {"claimName": "models"}}, None),
     ({}, None),
 ])
@@ -94,12 +93,6 @@ def test_pod_requests_the_disk_to_which_it_downloads_its_model(model: Object, si
     (server,) = pod(render(merged({"model": model}, own)))["containers"]
     assert server["resources"]["requests"]["ephemeral-storage"] == "3Gi"
     assert server["resources"]["requests"]["cpu"] == 2
-
-
-def test_cache_on_a_claim_takes_no_disk_of_the_node():
-    values = {"model": {"source": "hub", "hub": {"name": "a/b"}}, "cache": {"type": "pvc"}}
-    (server,) = pod(render(values))["containers"]
-    assert "ephemeral-storage" not in server["resources"]["requests"]
 
 
 @pytest.mark.parametrize("values", [

@@ -112,7 +112,7 @@ MALFORMED: list[tuple[str, Object]] = [
     ("accelerator.extraResources.memory", {"accelerator": {"kind": "ascend", "extraResources": {"memory": 1}}}),
     ("image.digest", {"image": {"digest": "sha256:12"}}),
     ("image.repository", {"image": {"repository": ""}}),
-    ("model.hub.name", {"model": {"source": "hub", "hub": {"name": "a/b/c"}}}),
+    ("model.hub.name", {"model": {"source": "init", "hub": {"name": "a/b/c"}}}),
     ("model.hub.endpoint", {"model": {"hub": {"endpoint": "hf-mirror.com"}}}),
     ("model.image.reference", {"model": {"image": {"reference": "https://registry/x"}}}),
     ("model.pvc.path", {"model": {"source": "pvc", "pvc": {"claimName": "c", "path": "../etc"}}}),
@@ -196,11 +196,10 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("model.init.claimName: is for model.source init", {"model": {"init": {"claimName": "models"}}}),
     ("model.hub.name: is set to a/b, but model.source builtin", {"model": {"hub": {"name": "a/b"}}}),
     ("model.hub.revision: is set to v1, but model.source builtin", {"model": {"hub": {"revision": "v1"}}}),
-    ("model.hub.revision: model.source hub cannot pin main", {
-        "model": {"source": "hub", "hub": {"name": "a/b", "revision": "main"}}}),
+    ("model.source: hub is init now", {"model": {"source": "hub", "hub": {"name": "a/b"}}}),
+    ("metrics.scrape: podMonitor is serviceMonitor now", {"metrics": {"scrape": "podMonitor"}}),
     ("model.hub.revision: v1 chooses nothing on a claim", {
         "model": {"source": "pvc", "pvc": {"claimName": "models"}, "hub": {"revision": "v1"}}}),
-    ("model.hub.name: is empty; model.source hub", {"model": {"source": "hub"}}),
     ("model.hub.name: is empty; model.source init", {"model": {"source": "init"}}),
     ("model.pvc.claimName: is empty", {"model": {"source": "pvc"}}),
     ("model.pvc: claimName or path is set, but model.source builtin", {"model": {"pvc": {"claimName": "models"}}}),
@@ -281,8 +280,6 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("tls.secretName: production needs", {"production": True, "apiKeys": {"secretName": "k"}}),
     ("model.hub.revision: production needs", {
         "production": True, **KEYED, "model": {"source": "init", "hub": {"name": "a/b"}}}),
-    ("model.hub.revision: production needs", {
-        "production": True, **KEYED, "model": {"source": "hub", "hub": {"name": "a/b"}}}),
     ("model.hub.revision: production needs", {
         "production": True, "gateway": GATEWAY, "model": {"source": "init", "hub": {"name": "a/b"}}}),
     ("image.digest: production needs", {"production": True, **KEYED}),

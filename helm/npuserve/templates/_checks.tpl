@@ -53,9 +53,6 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 {{- end }}
 {{- with .Values.model }}
-{{- if eq .source "hub" }}
-{{- include "npuserve.refuse" "model.hub.revision: production needs it, and model.source hub cannot pin one; use init with a commit" }}
-{{- end }}
 {{- if and (eq .source "init") (not .init.command) (not .hub.revision) }}
 {{- include "npuserve.refuse" "model.hub.revision: production needs it, so that all replicas have the same model; set a commit of the hub" }}
 {{- end }}
@@ -130,6 +127,12 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- if and (ne .kind "cpu") (gt $ranks (int64 .count)) }}
 {{- include "npuserve.refuse" (printf "config.tensor_parallel_size: %d ranks in a pod, and accelerator.count is %d; a rank needs a device, so make them equal" $ranks (int64 .count)) }}
 {{- end }}
+{{- if and (ne .kind "cpu") (lt $ranks (int64 .count)) }}
+{{- include "npuserve.refuse" (printf "accelerator.count: %d devices, of which config.tensor_parallel_size leaves %d to compute in a pod; make them equal, or raise replicaCount" (int64 .count) $ranks) }}
+{{- end }}
+{{- if and (eq .kind "cpu") (ne 1 (int .count)) }}
+{{- include "npuserve.refuse" (printf "accelerator.count: %d devices, and accelerator.kind cpu computes on none; set accelerator.kind cuda or ascend, or remove it" (int64 .count)) }}
+{{- end }}
 {{- end }}
 {{- if include "npuserve.groups" . }}
 {{- include "npuserve.groupChecks" . }}
@@ -146,7 +149,7 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- include "npuserve.refuse" (printf "autoscaling.minReplicas: %d is above autoscaling.maxReplicas, %d; raise that or lower this" (int64 .minReplicas) (int64 .maxReplicas)) }}
 {{- end }}
 {{- if and (ne .kind "none") (eq $.Values.metrics.scrape "none") }}
-{{- include "npuserve.refuse" (printf "metrics.scrape: none leaves autoscaling.kind %s nothing to scale by; set annotations, serviceMonitor or podMonitor" .kind) }}
+{{- include "npuserve.refuse" (printf "metrics.scrape: none leaves autoscaling.kind %s nothing to scale by; set annotations or serviceMonitor" .kind) }}
 {{- end }}
 {{- end }}
 
@@ -163,6 +166,9 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 
 {{- $claims := dict }}
+{{- if and (eq .Values.cache.type "emptyDir") .Values.cache.claimName }}
+{{- include "npuserve.refuse" "cache.claimName: is for cache.type pvc, and that is emptyDir; set cache.type pvc, or remove it" }}
+{{- end }}
 {{- if and (eq .Values.cache.type "pvc") (not .Values.cache.claimName) }}
 {{- $_ := set $claims "cache" .Values.cache }}
 {{- end }}
@@ -185,6 +191,9 @@ values.schema.json and files/formats.yaml refuse. */}}
 
 {{- if hasKey .Values "replicas" }}
 {{- include "npuserve.refuse" "replicas: is replicaCount now; rename it" }}
+{{- end }}
+{{- if eq .Values.metrics.scrape "podMonitor" }}
+{{- include "npuserve.refuse" "metrics.scrape: podMonitor is serviceMonitor now, which scrapes the same pods; set serviceMonitor" }}
 {{- end }}
 {{- if hasKey .Values.image "pullSecrets" }}
 {{- include "npuserve.refuse" "image.pullSecrets: is imagePullSecrets now, a list of maps such as {name: registry}; rename it" }}
@@ -240,14 +249,14 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- $served := eq .source "builtin" | ternary "the small story teller in the image" (printf "%s of the hub" (default "another model" .hub.name)) }}
 {{- range $name := list "name" "revision" }}
 {{- if and (eq $.Values.model.source "builtin") (get $.Values.model.hub $name) }}
-{{- include "npuserve.refuse" (printf "model.hub.%s: is set to %s, but model.source builtin serves %s; set model.source init (an init container downloads the model) or hub (the server does), or remove model.hub.%s" $name (get $.Values.model.hub $name) $served $name) }}
+{{- include "npuserve.refuse" (printf "model.hub.%s: is set to %s, but model.source builtin serves %s; set model.source init, with which an init container downloads the model, or remove model.hub.%s" $name (get $.Values.model.hub $name) $served $name) }}
 {{- end }}
 {{- end }}
 {{- if and (eq .source "pvc") .hub.revision }}
 {{- include "npuserve.refuse" (printf "model.hub.revision: %s chooses nothing on a claim (model.source pvc); name the revision's folder in model.pvc.path, or set model.source init" .hub.revision) }}
 {{- end }}
-{{- if and (eq .source "hub") .hub.revision }}
-{{- include "npuserve.refuse" (printf "model.hub.revision: model.source hub cannot pin %s; set model.source init, which downloads that revision" .hub.revision) }}
+{{- if eq .source "hub" }}
+{{- include "npuserve.refuse" "model.source: hub is init now, with which an init container downloads the model before the server starts; set init" }}
 {{- end }}
 {{- if and (ne .source "pvc") (or .pvc.claimName .pvc.path) }}
 {{- include "npuserve.refuse" (printf "model.pvc: claimName or path is set, but model.source %s serves %s; set model.source pvc to serve the claim's folder, or remove them" .source $served) }}
@@ -272,8 +281,8 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- if and (eq .source "pvc") (not .pvc.claimName) }}
 {{- include "npuserve.refuse" "model.pvc.claimName: is empty; model.source pvc needs the name of the claim that holds the model" }}
 {{- end }}
-{{- if and (not .hub.name) (or (eq .source "hub") (and (eq .source "init") (not .init.command))) }}
-{{- include "npuserve.refuse" (printf "model.hub.name: is empty; model.source %s needs a name on the hub, such as Qwen/Qwen3-0.6B" .source) }}
+{{- if and (not .hub.name) (eq .source "init") (not .init.command) }}
+{{- include "npuserve.refuse" "model.hub.name: is empty; model.source init needs a name on the hub, such as Qwen/Qwen3-0.6B" }}
 {{- end }}
 {{- end }}
 {{- end }}

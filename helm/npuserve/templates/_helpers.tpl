@@ -134,8 +134,6 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- define "npuserve.modelVolume" -}}
 {{- if and (eq .Values.model.source "init") (not (include "npuserve.modelClaim" .)) }}
 {{- .Values.model.init.size }}
-{{- else if and (eq .Values.model.source "hub") (eq .Values.cache.type "emptyDir") }}
-{{- .Values.cache.size }}
 {{- end }}
 {{- end }}
 
@@ -148,12 +146,10 @@ name: {{ include "npuserve.fullname" . | quote }}
 {{- default (include "npuserve.leastGrace" .) .Values.termination.gracePeriodSeconds | int64 }}
 {{- end }}
 
-{{/* The folder or hub name that the server is given; none: the built-in model. */}}
+{{/* The folder that the server is given; none: the built-in model. */}}
 {{- define "npuserve.model" -}}
 {{- with .Values.model }}
-{{- if eq .source "hub" }}
-{{- .hub.name }}
-{{- else if eq .source "image" }}
+{{- if eq .source "image" }}
 {{- list "/models" .image.path | join "/" | trimSuffix "/" }}
 {{- else if eq .source "pvc" }}
 {{- list "/models" .pvc.path | join "/" | trimSuffix "/" }}

@@ -45,11 +45,7 @@ containers:
       {{- end }}
       {{- include "npuserve.groupVariables" . | nindent 6 }}
       {{- include "npuserve.homes" . | nindent 6 }}
-      {{- if eq .Values.model.source "hub" }}
-      {{- with include "npuserve.hubVariables" . | trim }}
-      {{- . | nindent 6 }}
-      {{- end }}
-      {{- else if has .Values.model.source (list "pvc" "init" "image") }}
+      {{- if ne .Values.model.source "builtin" }}
       - name: HF_HUB_OFFLINE
         value: "1"
       {{- end }}
