@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import platform
 import re
@@ -89,6 +90,16 @@ def test_torch_bounds_are_the_tested_versions():
     assert {extra: str(pin.specifier) for extra, pin in pins.items()} == {
         "cpu": f"=={tested}+cpu", "cuda": f"=={tested}", "npu": "==2.10.0", "npu213": f"=={tested}"}
     assert bounds(requirements(PROJECT)["torch"])[">="] == "2.10"
+
+
+def test_page_of_licences_names_every_dependency():
+    spec = importlib.util.spec_from_file_location("npuserve_licenses", ROOT / "docs" / "licenses.py")
+    assert spec is not None
+    assert spec.loader is not None
+    licenses = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(licenses)
+    assert licenses.listed().keys() == licenses.needs().keys(), "run python docs/licenses.py"
+    assert all(licenses.listed().values())
 
 
 def save_wheel(folder: Path, name: str, version: str, requires: list[str], extras: list[str]) -> None:

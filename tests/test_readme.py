@@ -18,5 +18,5 @@ def test_readme_second_sentence_names_the_devices_that_never_ran() -> None:
 
 def test_readme_platforms_are_those_of_torch() -> None:
     """torch's wheels are manylinux_2_28: glibc 2.28 or newer, no musl."""
-    section = TEXT.split("\n## Try it\n")[1].split("\n## ")[0]
+    section = TEXT.split("\n## Install\n")[1].split("\n## ")[0]
     assert {"glibc", "musl", "2.28"} <= set(re.findall(r"\d\.\d+|\w+", section))

@@ -358,7 +358,7 @@ def test_one_release_installs_rules_and_dashboards():
 
 
 def test_route_excludes_administration():
-    _, values = COMBINATIONS["pod monitor and route"]
+    _, values = COMBINATIONS["monitor and route"]
     (rule,) = find(render(values), "GRPCRoute")["spec"]["rules"]
     assert {match["method"]["service"] for match in rule["matches"]} == {
         "npuserve.v1.InferenceService", "grpc.health.v1.Health"}
