@@ -40,3 +40,29 @@ def test_pictures_show_panels_of_the_dashboards() -> None:
         known = {panel["title"].replace("$kernel", "All kernels")
                  for row in rows for panel in (row, *row.get("panels", ()))}
         assert set(titles) <= known
+
+
+def test_first_row_shows_units_and_colors_as_grafana_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    panels = bench("reliability.panels")
+    answers = {"npuserve_ready": 2.0, "time_to_first_token": 3.0, "process_failures": 1.0}
+
+    def values(base: str, query: str) -> list[tuple[dict[str, str], float]]:
+        return [({}, value) for name, value in answers.items() if name in query]
+
+    monkeypatch.setattr(panels, "values", values)
+    row = {stat.title: stat for stat in panels.first_row("http://prometheus", "llm")}
+    assert [(cell.name, cell.text, cell.color) for cell in row["Ready"].cells] == [
+        ("ready", "2", "green"), ("wanted", "2", "text")]
+    assert [(cell.name, cell.text, cell.color) for cell in row["TTFT"].cells] == [
+        ("p95", "3 s", "text"), ("of the target", "300%", "red")]
+    assert [cell.color for cell in row["Restarts in 1 h"].cells] == ["orange"]
+    assert (row["ITL"].cells, row["ITL"].no_data) == ([], "no calls")
+    assert sum(stat.width for stat in row.values()) == 24
+
+
+def test_draw_first_rows_writes_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    panels = bench("reliability.panels")
+    stats = [panels.Stat("Ready", 3, [panels.Cell("ready", "1", "green")], "none"), panels.Stat("Alerts", 5, [], "none")]
+    panels.draw_first_rows({"up": stats, "dead": stats}, tmp_path / "rows.png", "a title")
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
