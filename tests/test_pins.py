@@ -38,7 +38,8 @@ REASONS = {
     "grpcio-reflection": "tests/test_pins.py::test_grpc_packages_have_one_upper_bound",
     "grpcio-status": "tests/test_pins.py::test_grpc_packages_have_one_upper_bound",
     "protobuf": "tests/test_pins.py::test_protobuf_range_is_that_of_the_generated_code",
-    "llguidance": "tests/service/structured_output/translation/test_schema.py",
+    "llguidance": (
+        "tests/service/structured_output/translation/test_pattern.py::test_anchor_at_an_end_is_honoured"),
 }
 """Dependency with an upper bound -> test that says why."""
 
