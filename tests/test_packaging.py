@@ -247,8 +247,9 @@ def test_server_requires_the_client_of_its_version():
 WITHOUT_SERVER = """
 import sys
 import npuserve, npuserve.client, npuserve.v1.generate_pb2
-try: npuserve.LLM()
-except ImportError as error: print(error)
+for name in ("LLM", "EngineArgs"):
+    try: getattr(npuserve, name)()
+    except ImportError as error: print(error)
 heavy = {"torch", "numpy", "tokenizers", "cryptography", "npuserve.service"}
 assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 """
@@ -256,8 +257,9 @@ assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 
 def test_client_alone_imports_nothing_heavy_and_llm_says_what_to_install(client_wheel: Path, tmp_path: Path):
     programs, _ = install(tmp_path / "venv", client_wheel)
-    assert output(programs / "python", "-I", "-c", WITHOUT_SERVER, cwd=tmp_path) == (
-        "LLM needs the server: pip install npuserve (npuserve-client is the client alone)\n")
+    assert output(programs / "python", "-I", "-c", WITHOUT_SERVER, cwd=tmp_path) == "".join(
+        f"{name} needs the server: pip install npuserve (npuserve-client is the client alone)\n"
+        for name in ("LLM", "EngineArgs"))
 
 
 @pytest.mark.parametrize("is_client_first", [True, False], ids=["client first", "server first"])

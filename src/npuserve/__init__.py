@@ -32,4 +32,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    try:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "npuserve.cli":
+            raise
+        raise ImportError(
+            f"{name} needs the server: pip install npuserve (npuserve-client is the client alone)") from None

@@ -63,6 +63,7 @@ def test_first_row_shows_units_and_colors_as_grafana_does(monkeypatch: pytest.Mo
 def test_draw_first_rows_writes_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     panels = bench("reliability.panels")
-    stats = [panels.Stat("Ready", 3, [panels.Cell("ready", "1", "green")], "none"), panels.Stat("Alerts", 5, [], "none")]
+    ready = panels.Stat("Ready", 3, [panels.Cell("ready", "1", "green")], "none")
+    stats = [ready, panels.Stat("Alerts", 5, [], "none")]
     panels.draw_first_rows({"up": stats, "dead": stats}, tmp_path / "rows.png", "a title")
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
