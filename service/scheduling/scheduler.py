@@ -27,15 +27,15 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
 
 from npuserve.npu.step import Step, StepResult
-from npuserve.service.errors import DeadlineExceeded, QueueFull
 from npuserve.service.ipc.messages import Request
-from npuserve.service.scheduling.admission import check_size
+from npuserve.service.scheduling.admission import Admission, Load
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.drafting import Drafting
@@ -113,9 +113,7 @@ class Scheduler:
         self.quarantine = Quarantine()
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_queue = max_queue
         self._aging_seconds = aging_seconds
-        self._max_model_len = max_model_len
         self._min_forced = min_forced
         self._ids = itertools.count()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended
@@ -129,6 +127,7 @@ class Scheduler:
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
         self._prompt_bound = PromptBound(max_num_batched_tokens, target_itl_seconds)
         self._estimator = LatencyEstimator(max_num_batched_tokens, self._prompt_bound)
+        self._admission = Admission(self._estimator, blocks, self._max_num_seqs, max_queue, max_model_len)
         self._preemption = Preemption(self._running, self._paused, blocks, self._max_num_seqs)
         self.deadlines = Deadlines(self._estimator)
 
@@ -430,36 +429,18 @@ class Scheduler:
 
         Raises InvalidField, QueueFull or DeadlineExceeded for a request that may not enter.
         """
-        check_size(request, self.blocks.capacity, self._max_model_len)
+        admission = self._admission
+        admission.check_size(request)
         if request.progress.accepted:
             return None
-        num_samples = max(1, request.samples - request.index)  # a document counts as one
-        if request.client_limit and account.live + num_samples > request.client_limit:
-            samples = f"; the call needs {num_samples} more" if request.samples > 1 else ""
-            raise QueueFull(
-                f"client limit: max_requests_per_client or the key's own limit is {request.client_limit}, and "
-                f"{account.live} requests of this client have not ended{samples}",
-                self._estimator.retry_seconds(now, account.live, account), "client_limit")
+        admission.check_client(request, account, now)
         if request.deadline is not None:
-            self._check_deadline(request, account, request.deadline - now)
-        if self.num_running + self.num_waiting + self.num_paused < self._max_num_seqs + self._max_queue:
+            admission.check_deadline(self._first_token_seconds(request, account), request.deadline - now)
+        if not admission.is_full(self._load()):
             return None
         retry_seconds = self._estimator.retry_seconds(now, self.num_running)
         outside = itertools.chain(self._samples, self._compiling.values())
-        displaced = self._queue.displaced_by(account, outside)
-        if displaced is None:
-            raise QueueFull(
-                f"queue full: max_queue is {self._max_queue}, and {self.num_waiting} requests wait", retry_seconds)
-        reason = f"displaced: max_queue is {self._max_queue}, and a client with fewer requests took the place"
-        return DroppedRequest(displaced, QueueFull(reason, retry_seconds, "displaced"))
-
-    def _check_deadline(self, request: Request, account: Account, seconds_left: float) -> None:
-        """Raise DeadlineExceeded if a new request's first token is not expected in `seconds_left`, less the margin."""
-        wait = self._first_token_seconds(request, account)
-        if wait + self._estimator.margin > seconds_left:
-            raise DeadlineExceeded(
-                f"deadline: in {max(0.0, seconds_left):.3f} s; the first token would take about {wait:.3f} s, and the "
-                f"margin before a deadline is {self._estimator.margin:.3f} s")
+        return admission.displace(self._queue.displaced_by(account, outside), self.num_waiting, retry_seconds)
 
     def _first_token_seconds(self, request: Request, account: Account) -> float:
         """Estimate the time to a new request's first token.
@@ -470,43 +451,25 @@ class Scheduler:
         followers, num_shared_tokens = self._samples.sharing(request)
         num_own_tokens = len(request.prompt_ids) + len(request.output_ids) - num_shared_tokens
         requests, tokens = self._queue.ahead(account, request.priority, self._estimator.answer_tokens)
-        return self._first_token_seconds_behind(requests + followers, tokens, num_own_tokens, account)
+        return self._admission.first_token_seconds(
+            self._load(), requests + followers, tokens, num_own_tokens, partial(self._preemption.share, account))
 
     def predicted_ttft_seconds(self) -> float:
         """Estimate the time to the first token of a request that arrives now and waits for all that wait.
 
         Its prompt is as long as those of the latest answers. 0 until steps are measured.
         """
-        return self._first_token_seconds_behind(
-            self.num_waiting, self._queue.num_missing_tokens(), round(self._estimator.prompt_tokens))
+        return self._admission.first_token_seconds(
+            self._load(), self.num_waiting, self._queue.num_missing_tokens(), round(self._estimator.prompt_tokens))
 
-    def _first_token_seconds_behind(
-        self, requests: float, tokens: int, num_own_tokens: int, account: Account | None = None
-    ) -> float:
-        """Estimate the time to the first token of a new request behind `requests` others with `tokens` tokens.
-
-        It waits until enough running requests have ended or yielded for its blocks and for max_num_seqs, or until the
-        prompts before it are computed, whichever is later; then its own prompt of `num_own_tokens` is computed.
-
-        account: of the client to which running requests yield; None if none does.
-        """
+    def _load(self) -> Load:
+        """Return what there is to do before a new request."""
         running = self.num_running
         paused_blocks = sum(len(sequence.block_ids) for sequence in self._paused.values())
-        free_blocks = max(0, self.blocks.num_available + paused_blocks - running)  # one is left to each running
-        free_slots = self._max_num_seqs - running
-
-        def drain_seconds(slots: int, blocks: int) -> float:
-            positions = blocks * self.blocks.block_size
-            fitting = min(slots, (requests + 1) * positions / max(tokens + num_own_tokens, 1))
-            return self._estimator.drain_seconds(max(0.0, requests + 1 - fitting), running)
-
-        drain = drain_seconds(free_slots, free_blocks)
-        if drain and account:
-            share = self._preemption.share(account)
-            drain = min(drain, drain_seconds(free_slots + share.slots, free_blocks + share.blocks))
-        prefill_tokens = sum(n for sequence in self._running if (n := sequence.num_uncomputed_tokens) > 1)
-        prefill = self._estimator.prefill_seconds(tokens + prefill_tokens)
-        return max(drain, prefill) + self._estimator.prefill_seconds(num_own_tokens)
+        return Load(
+            running, self.num_waiting, self.num_paused, free_slots=self._max_num_seqs - running,
+            free_blocks=max(0, self.blocks.num_available + paused_blocks - running),
+            prompt_tokens=sum(n for sequence in self._running if (n := sequence.num_uncomputed_tokens) > 1))
 
     def _preempt_outside_quarantine(self) -> list[Sequence]:
         """Preempt the requests that may not run beside those in quarantine. Return the ones with steps in flight."""
