@@ -17,7 +17,7 @@ from hypothesis import settings
 from tests.outcomes import VARIABLE, Recorder
 from tests.support.processes import free_port
 
-pytest_plugins = ["tests.selection", "tests.distribution"]
+pytest_plugins = ["tests.selection", "tests.distribution", "tests.processor_time"]
 
 # Set before torch is imported: workers of pytest-xdist and the servers of tests share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
