@@ -2,6 +2,10 @@
 
 Each device's backend module defines one subclass of `Backend` and assigns it to `BACKEND`. No code outside this folder
 and the kernel implementations refers to a device by name.
+
+`Backend` starts the device, compares models and settings with it, queues work and captures steps. What does not change
+is in `Capabilities`. Its parts own the memory (`DeviceMemory`), the layout of weights and KV cache in it
+(`WeightLayout`, `CacheLayout`), and the meaning of errors (`DeviceErrors`).
 """
 
 from __future__ import annotations
@@ -212,10 +216,6 @@ class Backend(ABC):
             raise BackendError(f"dtype: {requested!r} is not one of auto, {', '.join(possible)}")
         return requested
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Allocate a large, long-lived tensor on the device."""
-        return self.memory.empty(shape, dtype)
-
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of the states of linear attention beside activations of `dtype`."""
         chosen = self.settings.state_dtype
@@ -235,6 +235,19 @@ class Backend(ABC):
             raise BackendError(f"kv_cache_dtype: {requested!r} is not possible on {self.name}; {named}")
         return possible[requested]
 
+    def check_heads(self, head_dim: int, rotary_dim: int | None = None) -> None:
+        """Raise BackendError for a head size, or rotated numbers of a head, that the kernels do not support."""
+        return
+
+    def check_ranks(self, size: int) -> None:
+        """Raise BackendError if `size` ranks cannot share a model."""
+        if size > 1 and not self.capabilities.collectives:
+            raise BackendError(f"tensor_parallel_size: {size} is not possible on {self.name}; possible is 1")
+
+    def communicator_bytes(self, size: int) -> int:
+        """Estimate the bytes of device memory that `collectives` takes for `size` ranks, before they are joined."""
+        return 0
+
     def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
         """Return True if the kernel's implementation computes these sizes without the device's operator.
 
@@ -251,22 +264,9 @@ class Backend(ABC):
         """
         return 0
 
-    def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
-        """Return True if steps with chunks are captured, over a KV cache of this dtype."""
-        return self.settings.capture_chunks
-
-    def check_heads(self, head_dim: int, rotary_dim: int | None = None) -> None:
-        """Raise BackendError for a head size, or rotated numbers of a head, that the kernels do not support."""
-        return
-
-    def check_ranks(self, size: int) -> None:
-        """Raise BackendError if `size` ranks cannot share a model."""
-        if size > 1 and not self.capabilities.collectives:
-            raise BackendError(f"tensor_parallel_size: {size} is not possible on {self.name}; possible is 1")
-
-    def communicator_bytes(self, size: int) -> int:
-        """Estimate the bytes of device memory that `collectives` takes for `size` ranks, before they are joined."""
-        return 0
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a large, long-lived tensor on the device."""
+        return self.memory.empty(shape, dtype)
 
     @abstractmethod
     def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -300,15 +300,6 @@ class Backend(ABC):
     def span(self) -> Span:
         """Start a time span on the device's clock."""
 
-    @property
-    def lengths_updater(self) -> str:
-        """Name of what updates the lengths of captured attention; "" if attention reads none from the host."""
-        return ""
-
-    def take_lengths_lags(self) -> Sequence[float]:
-        """Return the seconds from each replay's launch to the end of its update of lengths, since the last call."""
-        return ()
-
     @abstractmethod
     def synchronize(self) -> None:
         """Block until all queued work is complete."""
@@ -321,6 +312,10 @@ class Backend(ABC):
         Raises ImportError, OSError or RuntimeError if it does not start.
         """
         return None
+
+    def captures_chunks(self, cache_dtype: torch.dtype) -> bool:
+        """Return True if steps with chunks are captured, over a KV cache of this dtype."""
+        return self.settings.capture_chunks
 
     def capture(
         self, step: Callable[[int], torch.Tensor], largest: int, *, decode: bool, buckets: Sequence[int] = ()
@@ -335,3 +330,12 @@ class Backend(ABC):
         harmless batch. Raises CaptureError if the device refuses.
         """
         return None
+
+    @property
+    def lengths_updater(self) -> str:
+        """Name of what updates the lengths of captured attention; "" if attention reads none from the host."""
+        return ""
+
+    def take_lengths_lags(self) -> Sequence[float]:
+        """Return the seconds from each replay's launch to the end of its update of lengths, since the last call."""
+        return ()

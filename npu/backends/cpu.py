@@ -310,7 +310,8 @@ class CpuBackend(Backend):
 
     def _cores(self) -> list[int]:
         """Return the cores of this rank: its part of the cores that this process may use."""
-        cores, (rank, size) = sorted(os.sched_getaffinity(0)), self.settings.place
+        cores = sorted(os.sched_getaffinity(0))
+        rank, size = self.settings.place
         each = max(1, len(cores) // size)
         return cores[rank * each % len(cores):][:each]
 
