@@ -62,7 +62,7 @@ def test_one_graph_serves_any_choice_of_experts(tmp_path: Path) -> None:
         steps.append(Step([Row(request, [slot + 40], 1, [slot], True, state_slot=slot)
                            for slot, request in enumerate(requests)]))
     found = []
-    for runner in both(saved(random_mixture(2), tmp_path)):
+    for runner in both(saved(random_mixture(2), tmp_path), max_num_batched_tokens=16):
         results = [runner.collect(runner.launch(step)) for step in steps]
         found.append([result.token_ids for result in results])
         assert all(result.captured for result in results)
@@ -73,11 +73,11 @@ def test_one_graph_serves_any_choice_of_experts(tmp_path: Path) -> None:
 
 def logprobs(runner: Runner) -> torch.Tensor:
     """Return those of a prompt in two chunks, and of a captured decode row."""
-    prompt = ids_of(24)
+    prompt = ids_of(14)
     new = NewRequest(0, prompt, [], SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=1))
-    steps = [Step([Row(0, prompt[:20], 0, [0, 1], False, state_slot=2)], [new]),
-             Step([Row(0, prompt[20:], 20, [0, 1], True, state_slot=2)]),
-             Step([Row(0, [7], 24, [0, 1], True, state_slot=2)])]
+    steps = [Step([Row(0, prompt[:10], 0, [0], False, state_slot=2)], [new]),
+             Step([Row(0, prompt[10:], 10, [0], True, state_slot=2)]),
+             Step([Row(0, [7], 14, [0], True, state_slot=2)])]
     results = [runner.collect(runner.launch(step)) for step in steps]
     reports = [report for result in results[:2] for report in result.prompt_logprobs[0]]
     return torch.tensor([report.logprob for report in (*reports, *results[1].logprobs[0], *results[2].logprobs[0])])
@@ -104,7 +104,7 @@ def test_quantized_experts_are_near_the_cpu(tmp_path: Path, kind: str, name: str
     assert ModelConfig.from_folder(folder).quantization_name == name
     if "fp8" in name:
         backends.register_emulated(GoldenCpu)
-    cuda, cpu = both(folder)
+    cuda, cpu = both(folder, max_num_batched_tokens=16)
     assert cuda.fallbacks == []
     torch.testing.assert_close(logprobs(cuda), logprobs(cpu), atol=tolerance, rtol=tolerance)
 
