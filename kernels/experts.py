@@ -7,7 +7,7 @@ by expert, so that each expert multiplies its rows together and its weights are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,36 +21,12 @@ from npuserve.kernels.quantize import native_quantize, quantize
 from npuserve.kernels.quantized import DYNAMIC, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Quantized, Scheme, scheme_of
 from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel, map_leaves
+from npuserve.kernels.routing import Routing
 from npuserve.kernels.swiglu import swiglu
 from npuserve.kernels.weight import Weight, form_of, packed
 
 FLIPS = 3e-2
 """Tolerance of products whose x is quantized inside, as for `linear`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Experts of the tokens of a step.
-
-    weights: [T, k] float32, weights of each token's experts.
-    places: [T, k] int32, place of each of these pairs of token and expert in the order by expert; -1 for the experts of
-        other ranks.
-    begins: [E + 1] int32, first place of each of this rank's experts, and the number of places in use.
-    """
-
-    weights: Tensor
-    places: Tensor
-    begins: Tensor
-
-    @property
-    def experts(self) -> int:
-        """Number of experts of this rank."""
-        return len(self.begins) - 1
-
-
-def distinct_experts(tokens: int, top_k: int, experts: int) -> float:
-    """Return the expected number of experts that `tokens` choose, if each chooses `top_k` of them at random."""
-    return float(experts * (1 - (1 - top_k / experts) ** tokens))
 
 
 # Router
@@ -148,7 +124,7 @@ def _weight(generator: torch.Generator, n: int, k: int, dtype: torch.dtype, numb
     numbers: "" for floats, "int8", "zeros" for int8 with zero points, "float8", "grouped float8", "int4 SIZE",
         "int4 zeros SIZE" with zero points, "w4a8 SIZE" for 4 bits and int8 x.
     """
-    weight = torch.randn(n, k, generator=generator) * k**-0.5
+    weight: Tensor = torch.randn(n, k, generator=generator) * k**-0.5
     if _has_4_bits(numbers):
         return int4_of(weight, int(numbers.split()[-1]), dtype, zeros="zeros" in numbers,
                        inputs=DYNAMIC if numbers.startswith("w4a8") else None)

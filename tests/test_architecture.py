@@ -29,6 +29,8 @@ LONG_FILES = {"service/scheduling/scheduler.py": "the owner of the sequences, an
 MAX_FUNCTION_LINES = 60
 LONG_FUNCTIONS = {
     "kernels/triton/linear.py: product_kernel": "one pass over a tile, whose values stay in registers",
+    "kernels/triton/linear.py: sums_of": "one loop over a tile, whose values stay in registers",
+    "kernels/triton/experts.py: experts_product_kernel": "one pass over a tile, whose values stay in registers",
     "kernels/triton/paged_attention.py: paged_attention_kernel": "one pass over a tile, whose values stay in registers",
     "npu/execution/load.py: load_runner": "the parts of a load, in order",
     "npu/execution/runner.py: __init__": "the parts of a step, each made of those before it",

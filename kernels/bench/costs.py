@@ -13,10 +13,10 @@ from torch import Tensor
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.ceilings import DTYPES, Peak
 from npuserve.kernels.collectives import Ranks
-from npuserve.kernels.experts import Routing, distinct_experts
 from npuserve.kernels.kv_cache import Cache, block_size
 from npuserve.kernels.layer import LayerWeights
 from npuserve.kernels.quantized import Quantized, Scheme
+from npuserve.kernels.routing import Routing, distinct_experts
 from npuserve.kernels.weight import Weight, form_of
 
 _KINDS: dict[torch.dtype, Peak] = {dtype: kind for kind, dtype in DTYPES.items()}

@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from npuserve.kernels.experts import Routing, distinct_experts
 from npuserve.kernels.quantized import FLOAT8, GROUP, Quantized, Scheme
+from npuserve.kernels.routing import Routing, distinct_experts
 from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, processors, shared_memory, within
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.experts import (

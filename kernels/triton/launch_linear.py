@@ -66,8 +66,8 @@ def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None, tiles: Ti
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply x [T, K] by a weight [N, K] of floats; the result is float32. Raises TypeError or ValueError."""
     operands = operands_of(x, weight, None)._replace(dtype=torch.float32)
-    shape = len(x), *weight.shape
-    tiles = calculated("linear", x.itemsize, *shape, processors(x.device))
+    n, k = weight.shape
+    tiles = calculated("linear", x.itemsize, len(x), n, k, processors(x.device))
     return _outputs("linear", operands, None, fitted(tiles, "linear", x.itemsize, shared_memory(x.device)))
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from npuserve.kernels.experts import distinct_experts
 from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSettings
+from npuserve.kernels.routing import distinct_experts
 from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.forms import form_of_scheme

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.bench.costs import Cost, cost
-from npuserve.kernels.experts import Routing
 from npuserve.kernels.kv_cache import LARGEST, Cache
 from npuserve.kernels.quantized import Quantized, Scheme
+from npuserve.kernels.routing import Routing
 from npuserve.kernels.weight import Weight
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.in_flight import StepRecord

@@ -14,10 +14,10 @@ from gpu_parts.cases import large_cases
 from gpu_parts.worker import Context, Units
 from npuserve.kernels.bench.accuracy import Accuracy, Oracle
 from npuserve.kernels.bench.tensors import widened
-from npuserve.kernels.experts import Routing
 from npuserve.kernels.linear import linear
 from npuserve.kernels.quantized import FLOAT8, with_levels
 from npuserve.kernels.registry import GOLDEN, KERNELS, Case, Kernel, KernelSet, moved
+from npuserve.kernels.routing import Routing
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.machine import takes_case
 

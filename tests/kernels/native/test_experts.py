@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from npuserve.kernels.experts import Routing, experts_sum, experts_swiglu, route_experts
+from npuserve.kernels.experts import experts_sum, experts_swiglu, route_experts
 from npuserve.kernels.int4_weight import int4_of
 from npuserve.kernels.native.packed import PackedWeight
 from npuserve.kernels.quantized_weight import weight_of
+from npuserve.kernels.routing import Routing
 from npuserve.kernels.weight import FloatWeight, WeightForm, form_of
 from tests.kernels.comparison import generator, randn
 from tests.kernels.variants import ISAS

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from npuserve.kernels.experts import Routing, experts_sum, experts_swiglu, route_experts
+from npuserve.kernels.experts import experts_sum, experts_swiglu, route_experts
 from npuserve.kernels.quantized import FLOAT8_GROUPED
+from npuserve.kernels.routing import Routing
 from npuserve.kernels.triton.linear_tiles import SHARED_BYTES, Form, Kind, Tiles
 from tests.kernels.comparison import generator, randn
 from tests.kernels.triton.hopper import Launch, compiled

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from npuserve.kernels.experts import distinct_experts
 from npuserve.kernels.native import available
+from npuserve.kernels.routing import distinct_experts
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.memory_plan import predict

@@ -1,0 +1,32 @@
+"""Result of the router of a mixture of experts, by which the products by experts find their rows (experts.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Experts of the tokens of a step.
+
+    weights: [T, k] float32, weights of each token's experts.
+    places: [T, k] int32, place of each of these pairs of token and expert in the order by expert; -1 for the experts of
+        other ranks.
+    begins: [E + 1] int32, first place of each of this rank's experts, and the number of places in use.
+    """
+
+    weights: Tensor
+    places: Tensor
+    begins: Tensor
+
+    @property
+    def experts(self) -> int:
+        """Number of experts of this rank."""
+        return len(self.begins) - 1
+
+
+def distinct_experts(tokens: int, top_k: int, experts: int) -> float:
+    """Return the expected number of experts that `tokens` choose, if each chooses `top_k` of them at random."""
+    return float(experts * (1 - (1 - top_k / experts) ** tokens))
