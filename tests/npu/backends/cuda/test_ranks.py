@@ -89,17 +89,18 @@ def test_w8a8_with_int8_cache_equals_one_process(tmp_path: Path, scheme: W8A8) -
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_mixtures_of_experts_equal_one_process(tmp_path: Path, seed: int, whole: bool) -> None:
     """Each rank has a part of the rows of all experts, or whole ones. Those of seed 1 and 2 have a shared expert, and
-    linear attention, whose heads are divided."""
+    linear attention, whose heads are divided. Steps of the first are captured, those of the others kernel by kernel."""
     from tests.support.mixtures import random_mixture
     from tests.support.models import saved
 
     few = {"num_experts": 4, "num_experts_per_tok": 2}
     folder = saved(random_mixture(seed, **MIXTURES[seed], **few), tmp_path)
-    settings = CUDA | {"tokens": 3}
+    is_captured = seed == 0 and not whole
+    settings = CUDA | {"tokens": 3, "capture": "on" if is_captured else "off"}
     alone = reports(folder, 1, GREEDY, tokens=3, max_model_len=64).answers
     divided = reports(folder, 2, GREEDY, shared=False, counts=True, expert_parallel=whole, **settings)
     assert [tokens for tokens, *_ in divided.answers] == [tokens for tokens, *_ in alone]
-    assert {step.captured for step in divided.steps} == {True}
+    assert {step.captured for step in divided.steps} == {is_captured}
 
 
 def test_hybrid_ranks_equal_one_process(tmp_path: Path) -> None:
