@@ -25,6 +25,7 @@ from npuserve.npu.large_import import import_torch
 from npuserve.service import settings
 from npuserve.service.arguments import number
 from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.ranks.load import MTP_SETTINGS, draft_folder, max_drafts
 from npuserve.service.ranks.world import read_world
 
 if TYPE_CHECKING:
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
     from npuserve.npu.backends.base import Backend
     from npuserve.npu.execution.memory_plan import MemoryPlan
     from npuserve.npu.model.config import ModelConfig
+    from npuserve.npu.model.layers.shard import Shard
 
 # Flags of /proc/cpuinfo that the kernels use, on x86 and on ARM.
 CPU_FEATURES = (
     "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "amx_bf16", "amx_int8",
     "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
 )
+PARTS = "weights", "kv_cache", "fixed_state", "activations", "logits", "base"  # of a memory plan
 # Module: its use, with the extra in pyproject.toml that installs it.
 OPTIONAL = {
     "torch_npu": "Ascend NPUs (npuserve[npu])",
@@ -211,15 +214,15 @@ def model(config: ServerConfig) -> dict[str, Any]:
     from npuserve.kernels.native.choice import CpuKernelSettings
     from npuserve.npu.backends.base import BackendError, DeviceSettings
     from npuserve.npu.execution.load import buckets_up_to, open_devices
-    from npuserve.npu.model.config import ModelConfig, ModelError
+    from npuserve.npu.model.config import ModelError
     from npuserve.npu.model.layers.shard import Shard
     from npuserve.npu.model.loader import check_weights
     from npuserve.npu.model.storage import choose_kernels
     from npuserve.service.text.model_path import resolve
 
     folder = resolve(config.model)
-    report: dict[str, Any] = {
-        "name": config.served_name or config.model or "built-in", "fits": False, "missing_weights": None}
+    name = config.served_name or config.model or "built-in"
+    report: dict[str, Any] = {"name": name, "fits": False, "missing_weights": None}
     try:
         shard = Shard(0, config.tensor_parallel_size, config.expert_parallel)
         world = read_world(config, os.environ)
@@ -228,8 +231,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
         backend, prefill = open_devices(
             config.device, config.relaxations if config.emulate else None, config.prefill_device,
             DeviceSettings(place, config.threads, config.state_dtype, buckets), ranks=shard.size)
-        takes = {"float8": backend.capabilities.float8, "int4": backend.capabilities.int4}
-        facts = ModelConfig.from_folder(folder, config.lm_head_dtype, task=config.task, **takes).sharded(shard)
+        facts = served_model(config, folder, backend, prefill, shard)
         dtype: torch.dtype = getattr(torch, backend.resolve_dtype(config.dtype, facts.dtype))
         report["cpu_kernels"] = choose_kernels(
             facts, dtype, (backend, prefill), CpuKernelSettings(config.cpu_gemm, config.cpu_weights))
@@ -254,12 +256,27 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "ranks": config.tensor_parallel_size,
         "kv_cache_tokens": plan.num_blocks * plan.block_size,
-        "bytes": {part: getattr(plan, part)
-                  for part in ("weights", "kv_cache", "fixed_state", "activations", "logits", "base")},
+        "bytes": {part: getattr(plan, part) for part in PARTS},
         "peak_bytes": plan.peak,
         "available_bytes": plan.available,
         "host": asdict(plan.host) | {"needed": plan.host.needed, "fits": plan.host.fits} if plan.host else None,
     }
+
+
+def served_model(
+    config: ServerConfig, folder: Path, backend: Backend, prefill: Backend | None, shard: Shard
+) -> ModelConfig:
+    """Return the configuration of the model as it is served, with what drafts tokens. Raises as `load_runner` does."""
+    from npuserve.npu.execution.load import check_draft_device, possible_mtp, with_draft
+    from npuserve.npu.model.config import ModelConfig
+
+    draft = draft_folder(config)
+    check_draft_device(draft, backend, prefill)
+    mtp = possible_mtp(MTP_SETTINGS.get(config.speculate, "off"), backend, prefill)
+    can = backend.capabilities
+    model = ModelConfig.from_folder(folder, config.lm_head_dtype, task=config.task, float8=can.float8,
+                                    int4=can.int4, mtp=mtp).sharded(shard)
+    return with_draft(model, draft, backend)
 
 
 def memory_plan(
@@ -280,7 +297,7 @@ def memory_plan(
     plan = predict(
         model, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
         kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens, prefill=prefill,
+        max_num_batched_tokens=config.max_num_batched_tokens, prefill=prefill, max_drafts=max_drafts(config),
         reserved=backend.communicator_bytes(model.shard.size))
     more = refused_bytes(folder, model, getattr(torch, plan.dtype), backend) if folder else 0
     cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)

@@ -306,10 +306,13 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
     ]),
     Row("Speculative decoding", [
         Panel("Drafts", {
-            "computed": rate("draft_tokens_total"), "accepted": rate("accepted_draft_tokens_total")}, "tokens/s",
-            "Draft tokens that steps computed, and those that became tokens of answers."),
+            "{{kind}} computed": rate("draft_tokens_total", "kind"),
+            "{{kind}} accepted": rate("accepted_draft_tokens_total", "kind")}, "tokens/s",
+            "Draft tokens that steps computed, and those that became tokens of answers, from earlier text (suffix) and "
+            "from the model's head (mtp)."),
         Panel("Acceptance length", {
-            "mean": mean("acceptance_length_tokens"), "p90": quantile(0.9, "acceptance_length_tokens")}, "short",
+            "{{kind}} mean": mean("acceptance_length_tokens", "kind"),
+            "{{kind}} p90": quantile(0.9, "acceptance_length_tokens", "kind")}, "short",
             "Accepted drafts of a row with drafts; the row yields one token more."),
         Panel("Accepted drafts, spread", {"{{le}}": rate("acceptance_length_tokens_bucket", "le")}, "short",
               "Rows with drafts by their accepted drafts.", "heatmap"),

@@ -69,10 +69,13 @@ class Row(msgspec.Struct, frozen=True):
     """One request in a step: compute `token_ids` at positions [start, start + len(token_ids)).
 
     token_ids: [PENDING] alone stands for the token that the request's row of the previous step samples.
-    block_ids: the KV-cache blocks of positions [0, start + len(token_ids)), in order. The list may grow later.
+    block_ids: the KV-cache blocks of positions [0, `num_positions`), in order. The list may grow later.
     samples: number of last positions of the row after each of which the step samples a token; 0 for none. With n
         samples, the last n - 1 tokens are drafts, which follow the request's last token so far.
     pools: the step returns the hidden state of the row's last token. The row does not sample.
+    next_id: token after the row's last one if the row does not sample. A model's head for drafts needs it.
+    predicts: number of tokens to draft after the row's last valid token, by the model's head or a smaller model. There
+        must be blocks for them after the row.
     is_constrained: the tokens are sampled under masks, which `Runner.sample` gets.
     state_slot: slot of the request's fixed state; -1 if the model has none. A row that starts at 0 begins with a state
         of zeros. Other rows continue the state in the slot, so a position may not be computed twice.
@@ -91,6 +94,13 @@ class Row(msgspec.Struct, frozen=True):
     state_slot: int = -1
     state_source: int = -1
     pools: bool = False
+    next_id: int = 0
+    predicts: int = 0
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions from 0 on that the row may write, those of drafts after it among them."""
+        return self.start + len(self.token_ids) + self.predicts
 
     @property
     def is_decode(self) -> bool:
@@ -147,6 +157,8 @@ class StepResult:
     logprobs: reports of the sampled tokens by request_id, if requested.
     prompt_logprobs: reports of the prompt tokens that this step's chunk predicted, in order, by request_id.
     hidden: [H] float32, hidden state after the final norm by request_id, for every row that pools.
+    drafts: tokens that the model's head or a smaller model drafted by request_id, for every row that predicts. They
+        follow the sample after the row's last draft that equals its sample.
     device_seconds: compute time of the step on the device.
 
     captured: at least one part was computed in a captured dispatch.
@@ -166,6 +178,21 @@ class StepResult:
     decoder_decodes: int = 0
     timed: bool = False
     hidden: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+
+
+    def drafts_after(self, row: Row, count: int) -> list[int]:
+        """Return the drafts that follow the first `count` samples of a row; [] if they follow other ones."""
+        drafts = self.drafts.get(row.request_id)
+        if not drafts:
+            return []
+        valid = 1
+        verified = row.token_ids[len(row.token_ids) - row.samples + 1 :]
+        for draft, sample in zip(verified, self.token_ids[row.request_id], strict=False):
+            if draft != sample:
+                break
+            valid += 1
+        return drafts if count == valid else []
 
 
 class LostStep(RuntimeError):

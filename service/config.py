@@ -29,7 +29,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_connections": (1, 1 << 20), "max_message_size": (0, MAX_MESSAGE_BYTES),
     "max_buffered_tokens": (1, 1 << 20),
     "slow_reader_seconds": (1, 86400), "stream_interval": (1, 1024),
-    "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
+    "draft_depth": (1, 7), "frontends": (1, 64), "tensor_parallel_size": (1, 64), "threads": (0, 1024),
     "priority_aging_seconds": (0.001, 1e6), "kernel_sampling": (0, 1 << 20),
     "min_priority": PRIORITY_RANGE, "max_priority": PRIORITY_RANGE,
     "drain_seconds": (0, MAX_DRAIN_SECONDS),
@@ -112,7 +112,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_events_replay_endpoint: str = ""
     kv_events_buffer: int = 10000
     double_buffering: bool = True
-    speculate: Literal["off", "auto", "suffix"] = "off"
+    speculate: str = "off"
+    draft_depth: int = 3
     prefill_device: Literal["same", "cpu"] = "same"
     frontends: int = 1
     max_connections: int = 1024

@@ -112,10 +112,11 @@ mask_seconds = _histogram("mask_seconds", "Wait of a step for the token masks of
 deferred_rows_total = _counter("deferred_rows_total", "Constrained rows computed again, since their mask was late")
 constrained_tokens_total = _counter("constrained_tokens_total", "Tokens sampled under a mask of allowed tokens")
 forced_tokens_total = _counter("forced_tokens_total", "Tokens that a constraint forced, and that no step sampled")
-draft_tokens_total = _counter("draft_tokens_total", "Draft tokens that steps computed")
-accepted_draft_tokens_total = _counter("accepted_draft_tokens_total", "Draft tokens that became tokens of an answer")
+draft_tokens_total = _counter("draft_tokens_total", "Draft tokens that steps computed, by where they came from", "kind")
+accepted_draft_tokens_total = _counter(
+    "accepted_draft_tokens_total", "Draft tokens that became tokens of an answer, by where they came from", "kind")
 acceptance_length_tokens = _histogram(
-    "acceptance_length_tokens", "Accepted drafts of a row with drafts", ACCEPTED)
+    "acceptance_length_tokens", "Accepted drafts of a row with drafts, by where they came from", ACCEPTED, "kind")
 drafting_seconds_total = _counter("drafting_seconds_total", "Processor time of the engine's loop for drafts")
 undrafted_tokens_total = _counter(
     "undrafted_tokens_total", "Tokens of requests that cannot have drafts, by reason", "reason")

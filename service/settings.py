@@ -63,8 +63,10 @@ SETTINGS: dict[str, dict[str, str]] = {
         "block_size": "tokens per block of the KV cache, a power of two; 0: the backend's choice",
         "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; decoder: "
                    "as auto, without the sampler; off: never",
-        "speculate": "compute drafts of answers, found in earlier text, beside the next token, for the same answers; "
-                     "auto: where it is measured to be faster; suffix: whenever one is found",
+        "speculate": "compute drafts of answers beside the next token, for the same answers: off, auto (where it is "
+                     "measured to be faster), suffix (whenever earlier text has one), mtp (always those of the model's "
+                     "head), or the folder of a smaller model that drafts",
+        "draft_depth": "most tokens that the model's MTP head or a smaller model drafts at a time",
         "stream_interval": "tokens per stream message, except the first and last message",
     },
     "share the server between clients": {
@@ -140,6 +142,7 @@ _METAVARS = {
     "URL": ("otlp_endpoint", "kv_events_endpoint", "kv_events_replay_endpoint"),
     "FILE": ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "openai_api_keys"),
     "FOLDER": ("profile_dir",),
+    "MODE": ("speculate",),
     "SIZE": tuple(_SIZES),
     "TOKENS": ("max_model_len", "max_num_batched_tokens", "block_size", "stream_interval", "max_buffered_tokens"),
     "ROWS,...": ("decode_buckets",),

@@ -1,17 +1,23 @@
 """Speculative decoding: acceptance and tokens a second, with drafts and without, in turn.
 
     python bench/engine/speculation.py MODEL [--workloads code summary chat json right wrong adverse]
-        [--streams 1 8 32] [--modes off auto suffix] [--tokens 128] [--rounds 3] [--temperature 0]
-        [--chat mtbench_question.jsonl] [--dtype auto] [--json]
+        [--streams 1 8 32] [--modes off auto suffix mtp] [--tokens 128] [--rounds 3] [--temperature 0]
+        [--chat mtbench_question.jsonl] [--dtype auto] [--depth 3] [--acceptance 0.6 0.8 0.9] [--json]
 
 Workloads:
     code      write a file of this repository again, with a name changed
     summary   summarise a document of this repository with quotations
     chat      second turn of a chat; --chat: MT-Bench's questions, one JSON object with `turns` a line
+    story     the beginning of a story, for models of bench/quality/train_mtp.py
     json      a list of objects under a schema (schemas.py)
     right     chat, with drafts that are always right
     wrong     chat, with drafts that are always wrong and look probable
     adverse   chat, with drafts that are right and wrong for 24 tokens in turn, and look probable
+    forced    with mode mtp: the model's head drafts as in a server, and each draft is replaced by the right token with
+              the probability --acceptance, by a wrong one otherwise. `bench/peers/make_model.py qwen3.5-0.8b FOLDER
+              --mtp` writes a model with a head. `expected` is the ratio by the model of step costs: with acceptance p
+              and depth k a step yields 1 + p + ... + p^k tokens, and takes as long as one whose drafts are all right.
+              It does not count the accepted tokens that a hybrid computes twice after a wrong draft
 
 All modes must give the same tokens, else the program ends with an error. Printed by workload, number of streams and
 mode: tokens a second after the first token of the last stream, the sum of the streams' own rates since some end early
@@ -25,10 +31,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +53,7 @@ from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.speculation.drafter import Drafter
+from npuserve.service.speculation.request_drafter import RequestDrafter
 from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS, Speculator
 from npuserve.service.speculation.token_history import TokenHistory
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
@@ -59,8 +68,8 @@ from bench.engine.forced_tokens import compiled_of
 from bench.engine.schemas import endless_list
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKLOADS = "code", "summary", "chat", "json", "right", "wrong", "adverse"
-MODES = "off", "auto", "suffix"
+WORKLOADS = "code", "summary", "chat", "story", "json", "right", "wrong", "adverse", "forced"
+MODES = "off", "auto", "suffix", "mtp"
 MAX_CHARACTERS = 2400
 """Characters of a file or document in a prompt."""
 TURN_TOKENS = 24
@@ -86,6 +95,7 @@ class Run:
     """Answers of all streams. seconds, steps, rate, gaps: after the first token of the last stream.
 
     gaps: seconds between two messages of a stream.
+    by_depth: share of the rows with drafts in which the 1st, 2nd, ... draft was accepted.
     """
 
     tokens: dict[int, list[int]]
@@ -97,6 +107,7 @@ class Run:
     drafting_seconds: float
     rate: float
     gaps: list[float]
+    by_depth: list[float]
 
 
 class OracleDrafter(Drafter):
@@ -128,9 +139,31 @@ class OracleDrafting(Drafting):
         super().__init__(speculator, max_drafts, state_block_size=state_block_size)
         self._answers = answers
 
-    def _drafter(self, sequence: Sequence) -> Drafter:
+    def _drafter(self, sequence: Sequence) -> RequestDrafter:
         assert self.speculator
-        return OracleDrafter(sequence, self.speculator, self._answers[sequence.origin[1]])
+        return RequestDrafter(OracleDrafter(sequence, self.speculator, self._answers[sequence.origin[1]]), None)
+
+
+class ForcedDrafting(Drafting):
+    """Drafting by the model's head, whose drafts are replaced by ones that are right with a given probability.
+
+    answers: right tokens by stream.
+    """
+
+    def __init__(
+        self, speculator: Speculator, runner: Runner, answers: dict[int, list[int]], acceptance: float
+    ) -> None:
+        super().__init__(
+            speculator, runner.max_drafts, state_block_size=runner.block_size if runner.num_slots else 0)
+        self._answers = answers
+        self._acceptance = acceptance
+        self._random = random.Random(0)
+
+    def replace_predicted(self, sequence: Sequence, drafts: Ordered[int]) -> None:
+        first = sequence.num_generated_tokens
+        right = self._answers[sequence.origin[1]][first : first + len(drafts)]
+        super().replace_predicted(
+            sequence, [token if self._random.random() < self._acceptance else token ^ 1 for token in right])
 
 
 def spoiled(workload: str, answer: list[int]) -> list[int]:
@@ -162,6 +195,14 @@ def prompts_of(workload: str, folder: ModelFolder, streams: int, chat: Path | No
                  for page in pages]
         asked = [[("user", f"Quote the three most important sentences word for word, then summarise:\n\n{text}")]
                  for text in texts[:streams]]
+    elif workload == "forced":
+        draw = random.Random(streams)
+        return Prompts([draw.choices(range(256), k=32) for _ in range(streams)])
+    elif workload == "story":
+        names = ("Tom", "Lily", "Ben", "Mia")
+        texts = [f"Once upon a time, there was a {('little', 'big', 'happy', 'sad')[number // 4 % 4]} child named "
+                 f"{names[number % 4]}{' and a dog' * (number // 16)}." for number in range(streams)]
+        return Prompts([folder.tokenizer.encode(text) for text in texts])
     elif workload == "json":
         asked = [[("user", f"Invent a list of people of town {number}, as JSON.")] for number in range(streams)]
     else:
@@ -197,8 +238,9 @@ class Bench:
         if mode == "off":
             return Drafting()
         state_block_size = self._runner.block_size if self._runner.num_slots else 0
+        depth = self._args.depth if self._runner.predicts and mode != "suffix" else 0
         speculator = self._speculators.setdefault(
-            mode, Speculator(mode, recomputes=state_block_size > 0))  # type: ignore[arg-type]
+            mode, Speculator(mode, recomputes=state_block_size > 0, depth=depth))  # type: ignore[arg-type]
         if workload in ("right", "wrong", "adverse"):
             spoiled_answers = {stream: spoiled(workload, answer) for stream, answer in answers.items()}
             return OracleDrafting(speculator, self._runner.max_drafts, spoiled_answers, state_block_size)
@@ -256,7 +298,30 @@ class Bench:
         rate = sum((len(tokens[stream]) - count) / (ends[stream] - began) for stream, count in before.items())
         generated = sum(len(tokens[stream]) - count for stream, count in before.items())
         return Run(tokens, seconds, steps, generated, drafting.drafted, drafting.accepted,
-                   drafting.seconds - drafting_before, rate, gaps)
+                   drafting.seconds - drafting_before, rate, gaps, by_depth(drafting))
+
+    def compare_forced(self, prompts: Prompts) -> Iterator[dict[str, Any]]:
+        """Run without drafts and with each acceptance in turn; yield the results."""
+        answers = self.run(prompts, Drafting()).tokens
+        runs: dict[float, list[Run]] = {acceptance: [] for acceptance in (-1.0, *self._args.acceptance, 1.0)}
+        for round_ in range(self._args.rounds):
+            for acceptance, of_kind in list(runs.items())[:: -1 if round_ % 2 else 1]:
+                drafting = Drafting() if acceptance < 0 else ForcedDrafting(
+                    Speculator("mtp", recomputes=self._runner.num_slots > 0, depth=self._args.depth), self._runner,
+                    answers, acceptance)
+                run = self.run(prompts, drafting)
+                assert run.tokens == answers, f"acceptance {acceptance}: the tokens differ"
+                of_kind.append(run)
+        off = runs.pop(-1.0)
+        streams = len(prompts.token_ids)
+        cost = step_seconds(runs[1.0]) / step_seconds(off)
+        for acceptance, of_kind in runs.items():
+            tokens = sum(acceptance**number for number in range(self._args.depth + 1))
+            ratios = [run.rate / plain.rate for run, plain in zip(of_kind, off, strict=True)]
+            yield {"workload": "forced", "streams": streams, "acceptance": acceptance, "depth": self._args.depth,
+                   **summary(of_kind, off, streams), "ratios": [round(ratio, 2) for ratio in sorted(ratios)],
+                   "expected": round(tokens / cost, 2), "step_ms": round(1e3 * step_seconds(runs[1.0]), 1),
+                   "step_ms_without": round(1e3 * step_seconds(off), 1)}
 
     def compare(self, workload: str, prompts: Prompts) -> dict[str, list[Run]]:
         """Run all modes in turn."""
@@ -270,6 +335,19 @@ class Bench:
         return runs
 
 
+def by_depth(drafting: Drafting) -> list[float]:
+    """Return the share of the rows with drafts in which the 1st, 2nd, ... draft was accepted, up to the longest."""
+    lengths = Counter[int]()
+    for (_, length), rows in drafting.take_lengths().items():
+        lengths[length] += rows
+    return [round(sum(rows for length, rows in lengths.items() if length >= depth) / lengths.total(), 3)
+            for depth in range(1, max(lengths, default=0) + 1)]
+
+
+def step_seconds(runs: list[Run]) -> float:
+    return statistics.median(run.seconds / run.steps for run in runs)
+
+
 def summary(runs: list[Run], base: list[Run], streams: int) -> dict[str, Any]:
     last = runs[-1]
     return {
@@ -277,19 +355,21 @@ def summary(runs: list[Run], base: list[Run], streams: int) -> dict[str, Any]:
         "ratio": round(statistics.median(run.rate / off.rate for run, off in zip(runs, base, strict=True)), 2),
         "itl_p99_ms": round(1e3 * statistics.median(statistics.quantiles(run.gaps, n=100)[98] for run in runs), 1),
         "steps": last.steps, "tokens_per_step_and_stream": round(last.generated / last.steps / streams, 2),
-        "drafted": last.drafted, "accepted": last.accepted,
+        "drafted": last.drafted, "accepted": last.accepted, "acceptance_by_depth": last.by_depth,
         "drafting_share": round(last.drafting_seconds / last.seconds, 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="see the top of this file")
     parser.add_argument("model", type=Path)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=[*WORKLOADS])
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS,
+                        default=[workload for workload in WORKLOADS if workload != "forced"])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8, 32])
-    for name, value in (("tokens", 128), ("rounds", 3)):
+    for name, value in (("tokens", 128), ("rounds", 3), ("depth", 3)):
         parser.add_argument(f"--{name}", type=int, default=value, help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
+    parser.add_argument("--acceptance", nargs="+", type=float, default=[0.6, 0.8, 0.9])
     parser.add_argument("--chat", type=Path, help="questions of MT-Bench")
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
@@ -297,15 +377,19 @@ def main() -> None:
     folder = open_folder(args.model, str(args.model), "")
     runner = load_runner(
         args.model, backend="cpu", dtype=args.dtype, max_num_seqs=max(args.streams), max_model_len=2048,
-        max_num_batched_tokens=512, max_drafts=MAX_STEP_DRAFTS, progress=lambda done, total: None)
+        max_num_batched_tokens=512, max_drafts=MAX_STEP_DRAFTS, mtp="auto", progress=lambda done, total: None)
     bench = Bench(runner, folder, args)
     print(f"load average {os.getloadavg()[0]:.1f}")
     for workload in args.workloads:
         for streams in args.streams:
-            runs = bench.compare(workload, prompts_of(workload, folder, streams, args.chat))
-            for mode, of_mode in runs.items():
-                line = {"workload": workload, "streams": streams, "mode": mode,
-                        **summary(of_mode, runs[args.modes[0]], streams)}
+            prompts = prompts_of(workload, folder, streams, args.chat)
+            if workload == "forced":
+                lines = bench.compare_forced(prompts)
+            else:
+                runs = bench.compare(workload, prompts)
+                lines = iter([{"workload": workload, "streams": streams, "mode": mode,
+                               **summary(of_mode, runs[args.modes[0]], streams)} for mode, of_mode in runs.items()])
+            for line in lines:
                 print(json.dumps(line) if args.json else "  ".join(f"{key} {value}" for key, value in line.items()),
                       flush=True)
 

@@ -1,12 +1,13 @@
 """Generation of a Hugging Face folder with random bfloat16 weights, for benchmarks in which only the shape counts.
 
     python bench/peers/make_model.py qwen3-0.6b FOLDER --tokenizer QWEN3_FOLDER
-    python bench/peers/make_model.py qwen3.5-0.8b FOLDER
+    python bench/peers/make_model.py qwen3.5-0.8b FOLDER [--mtp]
     python bench/peers/make_model.py m42 FOLDER [--tokenizer QWEN3_FOLDER]
     python bench/peers/make_model.py hybrid-m42 FOLDER
 
 Shapes: Qwen3-0.6B's; Qwen3.5-0.8B's text model, of gated delta net and attention; and a model of 42 million parameters
-with its embedding, 25 million without, which makes the cost around the kernels visible, also as a hybrid. Norms
+with its embedding, 25 million without, which makes the cost around the kernels visible, also as a hybrid. --mtp adds a
+hybrid's head for multi-token prediction. Norms
 multiply by 1, and all other weights are from N(0, 0.02), but for the decay of gated delta net, which is that of
 transformers' initialization. Without --tokenizer a byte-level BPE of exactly the shape's vocabulary is made: the bytes,
 then pairs of bytes. If the tokenizer has more tokens than the shape, the first ones are taken. In a BPE these are the
@@ -75,8 +76,11 @@ def hybrid_config(shape: dict[str, Any]) -> dict[str, Any]:
             "use_cache": True, **shape}
 
 
-def weights_of(shape: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """Return every tensor of the checkpoint in bfloat16; linear weights are [out, in]."""
+def weights_of(shape: dict[str, Any], seed: int, *, mtp: bool = False) -> dict[str, torch.Tensor]:
+    """Return every tensor of the checkpoint in bfloat16; linear weights are [out, in].
+
+    mtp: add a head for multi-token prediction, which needs the shape of a hybrid.
+    """
     random = torch.Generator().manual_seed(seed)
     hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
@@ -110,15 +114,23 @@ def weights_of(shape: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
                 "linear_attn.out_proj": normal(hidden, values)}
 
     weights = {"model.embed_tokens.weight": normal(shape["vocab_size"], hidden), "model.norm.weight": norm(hidden)}
-    for layer in range(shape["num_hidden_layers"]):
+
+    def add_layer(prefix: str, *, attends: bool) -> None:
         part = {
             "input_layernorm": norm(hidden), "post_attention_layernorm": norm(hidden),
-            **(attention() if has_attention(shape, layer) else delta_net()),
+            **(attention() if attends else delta_net()),
             "mlp.gate_proj": normal(inner, hidden), "mlp.up_proj": normal(inner, hidden),
             "mlp.down_proj": normal(hidden, inner)}
         for name, tensor in part.items():
             suffix = "" if name.endswith(("A_log", "dt_bias")) else ".weight"
-            weights[f"model.layers.{layer}.{name}{suffix}"] = tensor
+            weights[f"{prefix}{name}{suffix}"] = tensor
+
+    for layer in range(shape["num_hidden_layers"]):
+        add_layer(f"model.layers.{layer}.", attends=has_attention(shape, layer))
+    if mtp:
+        weights |= {"mtp.fc.weight": normal(hidden, 2 * hidden), "mtp.norm.weight": norm(hidden),
+                    "mtp.pre_fc_norm_embedding.weight": norm(hidden), "mtp.pre_fc_norm_hidden.weight": norm(hidden)}
+        add_layer("mtp.layers.0.", attends=True)
     return weights
 
 
@@ -168,15 +180,18 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is taken")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mtp", action="store_true", help="add a head for multi-token prediction")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
+    if args.mtp and not is_hybrid(shape):
+        parser.error("--mtp needs a hybrid")
     args.folder.mkdir(parents=True, exist_ok=True)
     (args.folder / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
     if args.tokenizer:
         copy_tokenizer(args.folder, args.tokenizer, shape["vocab_size"])
     else:
         write_tokenizer(args.folder, shape["vocab_size"])
-    weights = weights_of(shape, args.seed)
+    weights = weights_of(shape, args.seed, mtp=args.mtp)
     save_file(weights, args.folder / "model.safetensors", metadata={"format": "pt"})
     print(f"{sum(tensor.numel() for tensor in weights.values()):,} parameters in {args.folder}")
 

@@ -29,6 +29,7 @@ class Capabilities:
     int4_rows: rows of such a weight are a multiple of it.
     w4a8: the kernels multiply weights of 4 bits by int8 activations.
     experts: the kernels support mixtures of experts.
+    predicts: steps support a head or a smaller model that drafts tokens (`Row.predicts`).
 
     State of requests:
 
@@ -73,6 +74,7 @@ class Capabilities:
     int4_rows: int = 1
     w4a8: bool = False
     experts: bool = False
+    predicts: bool = False
 
     block_size: int
     block_multiple: int = 1

@@ -43,6 +43,8 @@ class Batch:
     attention: queries and keys of each row.
     state_slots: [R] int64, slot of each row's fixed state; None if the model has none.
     sample_tokens: [S] int64, index of each token after which one is sampled.
+    next_ids: [T] int64, the token after each one, for a model's head for drafts. A negative id refers to an id that
+        this step samples. None without such a head.
     """
 
     ids: Tensor
@@ -51,6 +53,7 @@ class Batch:
     attention: AttentionMetadata
     state_slots: Tensor | None
     sample_tokens: Tensor
+    next_ids: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +128,7 @@ class BatchBuffers:
     vocabulary: ids that captured steps sample from, if the backend captures the sampler; 0 for no sampling.
     num_slots: slots of fixed state, after which padding rows have one of their own; 0 if the model has no such state.
     max_drafts: most drafts of a step; each is one more token to sample.
+    predicts: the model has a head for drafts.
 
     `tokens` and `decode` return the memory of the first part, so that a step captured on it reads the inputs uploaded
     last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`. This padding
@@ -133,7 +137,7 @@ class BatchBuffers:
 
     def __init__(
         self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, padding_block: int | None,
-        backend: Backend, vocabulary: int = 0, num_slots: int = 0, max_drafts: int = 0,
+        backend: Backend, vocabulary: int = 0, num_slots: int = 0, max_drafts: int = 0, *, predicts: bool = False,
     ):
         self._limits = max_tokens, max_rows, max_blocks
         self._max_samples = max_samples = max_rows + max_drafts
@@ -154,6 +158,9 @@ class BatchBuffers:
         self._num_slots = num_slots
         if num_slots:
             sections["state_slots"] = (rows, torch.int64)
+        self._predicts = predicts
+        if predicts:
+            sections["next_ids"] = (tokens, torch.int64)
         self._vocabulary = vocabulary if backend.capabilities.sampler_filters else 0
         if self._vocabulary:
             sections |= {"penalty_slots": (max_samples, torch.int64), "top_k": (max_samples, torch.int32),
@@ -282,9 +289,13 @@ class BatchBuffers:
         """
         self._current = 1 - self._current
         staged = Staged(self._hosts[self._current], self._arrays[self._current], self._device, self._fixed)
-        first = width = 0
+        first = width = num_samples = 0
         for rows, size in parts:
             part, blocks = self._fill(self._at[self._current], rows, max(size, len(rows)), first, sampled)
+            if self._predicts:
+                here = slice(first, first + part.tokens)
+                self._at[self._current]["next_ids"][here] = _next_ids(rows, num_samples)
+            num_samples += len(part.samples)
             staged.parts.append(part)
             first = first + part.padded
             width = max(width, blocks)
@@ -301,7 +312,7 @@ class BatchBuffers:
         starts = [row.start for row in rows]
         contexts = [start + length for start, length in zip(starts, lengths, strict=True)]
         ends = list(accumulate(lengths))
-        blocks = [-(-context // block_size) for context in contexts]
+        blocks = [-(-row.num_positions // block_size) for row in rows]
         total = ends[-1]
         width = max(blocks)
         num_samples = sum(row.samples for row in rows)
@@ -398,7 +409,24 @@ class BatchBuffers:
             ),
             state_slots=on["state_slots"][first : first + rows] if self._num_slots else None,
             sample_tokens=on["sample_tokens"][first : first + samples],
+            next_ids=on["next_ids"][here] if self._predicts else None,
         )
+
+
+def _next_ids(rows: Sequence[Row], first: int) -> list[int]:
+    """Return the token after each of the rows' tokens, concatenated; -1 - i in place of the i-th sample of the step.
+
+    first: number of samples of the step before these rows.
+    """
+    ids: list[int] = []
+    for row in rows:
+        ids += row.token_ids[1 : len(row.token_ids) - max(0, row.samples - 1)]
+        if row.samples:
+            ids += range(-1 - first, -1 - first - row.samples, -1)
+        else:
+            ids.append(row.next_id)
+        first += row.samples
+    return ids
 
 
 def make_batch(rows: Sequence[Row], block_size: int, backend: Backend, num_slots: int = 0) -> Batch:

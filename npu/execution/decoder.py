@@ -50,10 +50,16 @@ class Model:
 
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm; write its state to the store."""
+        return self.layers(self.embedding(batch.ids), batch, store)
+
+    def layers(self, residual: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        """Return the output [T, H] of all layers after the final norm; write their state to the store.
+
+        residual: [T, H], input of the first layer.
+        """
         k = self.kernels
         w = self.weights
         eps = self.config.rms_norm_eps
-        residual = self._embedding(batch.ids)
         inputs = Inputs(k, batch.positions, batch.slot_mapping, batch.attention, batch.state_slots, self.cos_sin, eps)
         if (after := self._fused_layers(residual, store, inputs)) is not None:
             return k.rms_norm(after, w.norm, eps)  # type: ignore[no-any-return]  # a Tensor without a scheme
@@ -103,7 +109,8 @@ class Model:
         k.mask_logits(logits, self.config.vocab_size, *masks)
         return k.greedy(logits, self.config.vocab_size)
 
-    def _embedding(self, ids: Tensor) -> Tensor:
+    def embedding(self, ids: Tensor) -> Tensor:
+        """Return the embeddings [T, H] of ids [T] int64."""
         table = self.weights.embedding
         k = self.kernels
         if self.ranks.size == 1:

@@ -18,6 +18,7 @@ from npuserve.npu.execution.batch import Part
 from npuserve.npu.execution.dispatch import Selection
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
+from npuserve.npu.execution.predictor import DraftedRows, Drafts
 from npuserve.npu.execution.sampler import Logprobs, Plan, Put
 from npuserve.npu.step import LostStep, NewRequest, Phase, Step, StepResult
 
@@ -58,6 +59,7 @@ class Work:
     first: index of its first token among the tokens that the step samples.
     selection: the captured step that computes it; None for kernel by kernel, or if the host does.
     pooled: None if no row pools.
+    drafted: None if no tokens are drafted after its rows.
     """
 
     part: Part
@@ -66,6 +68,7 @@ class Work:
     selection: Selection | None
     prompt: list[PromptRows]
     pooled: PooledRows | None = None
+    drafted: DraftedRows | None = None
 
     @property
     def needs_all_hidden(self) -> bool:
@@ -90,8 +93,10 @@ class StepOutput:
     reports: reports of sampled tokens, with their requests.
     prompt: reports of prompt tokens by request, in the order of their positions.
     pooled: hidden states [n, H] float32 with their requests.
+    drafted: drafts by depth, the first ones of a part before the second ones.
 
-    Reports and hidden states are on the host once `fetched` is complete. The other fields are as in `StepResult`.
+    Reports, drafts and hidden states are on the host once `fetched` is complete. The other fields are as in
+    `StepResult`.
     """
 
     spans: list[Span]
@@ -99,6 +104,7 @@ class StepOutput:
     reports: list[tuple[list[int], Logprobs]] = field(default_factory=list)
     prompt: list[tuple[int, Logprobs]] = field(default_factory=list)
     pooled: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    drafted: list[Drafts] = field(default_factory=list)
     captured: bool = False
     captured_decodes: int = 0
     decoder_decodes: int = 0
@@ -124,6 +130,9 @@ class StepOutput:
             result.prompt_logprobs.setdefault(request_id, []).extend(logprobs.reports())
         for requests, hidden in self.pooled:
             result.hidden.update(zip(requests, hidden.numpy(), strict=True))
+        for requests, drafts in self.drafted:
+            for request_id, token_id in zip(requests, drafts.tolist(), strict=True):
+                result.drafts.setdefault(request_id, []).append(token_id)
         return result
 
 

@@ -28,7 +28,7 @@ from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
 from npuserve.npu.execution.memory_plan import MeasuredMemory, MemoryPlan, mib, predict, rotary_bytes
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import block_bytes
-from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError
+from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError, MtpSetting
 from npuserve.npu.model.folder import weight_files
 from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.loader import load_weights, report_ignored_head
@@ -65,13 +65,14 @@ def load_runner(
     lm_head_dtype: HeadDtype = "auto", int8_levels: float = 0, progress: Progress | None = None,
     memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
     capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
-    max_drafts: int = 0, task: TaskSetting = "auto", expert_parallel: bool = False,
+    max_drafts: int = 0, task: TaskSetting = "auto", expert_parallel: bool = False, mtp: MtpSetting = "off",
+    draft: Path | str = "",
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: see `select`.
     threads, state_dtype, decode_buckets, int8_levels, capture (capture_mode), capture_chunks: see `DeviceSettings`.
-    prefill_device, lm_head_dtype, task: see `select_prefill`, `ModelConfig` and `read_pooling`.
+    prefill_device, lm_head_dtype, task, mtp: see `select_prefill`, `ModelConfig`, `read_pooling` and `possible_mtp`.
     kernel_sampling, observe, max_drafts: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
@@ -80,6 +81,7 @@ def load_runner(
     cpu_binding: "auto" calls `Backend.bind_threads`, unless prompts are computed on the host, which needs all cores.
     group: ranks that share the model. Each calls this function. None: load the whole model.
     expert_parallel: each rank has whole experts (`Shard.whole_experts`).
+    draft: folder of a smaller model that drafts tokens; "" for none.
 
     Raises ModelError for a model or settings that cannot be served, BackendError for an unavailable device or dtype.
     """
@@ -91,7 +93,10 @@ def load_runner(
         int8_levels=int8_levels)
     device, host = open_devices(backend, emulate, prefill_device, settings, ranks=num_ranks)
     _preflight(device, num_ranks)
-    config = _config(folder, lm_head_dtype, task, device, group, expert_parallel=expert_parallel)
+    check_draft_device(draft, device, host)
+    mtp = possible_mtp(mtp, device, host)
+    config = _config(folder, lm_head_dtype, task, device, group, expert_parallel=expert_parallel, mtp=mtp)
+    config = with_draft(config, draft, device)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
@@ -110,16 +115,18 @@ def load_runner(
         if group:
             group.minimum(0)  # wait until all ranks have read the free memory
         weights = load_weights(folder, config, getattr(torch, plan.dtype), device, progress, loaded=plan is kept)
+    drafting = _load_draft(draft, config, weights.dtype, device, progress)
     build = partial(
         Runner, device, weights, config, block_size=plan.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, ranks=ranks,
-        max_drafts=max_drafts)
+        max_drafts=max_drafts, draft=drafting)
     if measures:
         length = max_model_len or config.context_length
         measured = _measured(device, config, weights, build, plan, length, max_num_batched_tokens)
         plan = planned(measured=measured)
         plan.require_fit()
-    plan = _completed(plan, weights, config, device, group)
+    unplanned = weights.unplanned_bytes + (drafting.unplanned_bytes if drafting else 0)
+    plan = _completed(plan, unplanned, config, device, group)
     runner = build(
         num_blocks=plan.num_blocks, num_slots=plan.num_slots, max_model_len=plan.max_model_len,
         kernel_sampling=kernel_sampling, observe=observe,
@@ -136,13 +143,49 @@ def load_runner(
 
 def _config(
     folder: Path | str, lm_head_dtype: HeadDtype, task: TaskSetting, device: Backend, group: Group | None,
-    *, expert_parallel: bool,
+    *, expert_parallel: bool, mtp: MtpSetting,
 ) -> ModelConfig:
     """Return the configuration of the part of the model that this process computes on the device."""
     shard = Shard(group.rank, group.size, expert_parallel) if group else Shard(whole_experts=expert_parallel)
     can = device.capabilities
     return ModelConfig.from_folder(
-        folder, lm_head_dtype, task=task, float8=can.float8, int4=can.int4).sharded(shard)
+        folder, lm_head_dtype, task=task, float8=can.float8, int4=can.int4, mtp=mtp).sharded(shard)
+
+
+def check_draft_device(draft: Path | str, device: Backend, host: Backend | None) -> None:
+    """Raise BackendError if there is a smaller model that drafts, and the device cannot compute its drafts."""
+    if draft and (host is not None or not device.capabilities.predicts):
+        where = f"with prompts computed on {host.name} (prefill_device)" if host else f"on {device.name}"
+        raise BackendError(f"speculate: a model that drafts is not possible {where}; possible are off, auto and suffix")
+
+
+def with_draft(config: ModelConfig, draft: Path | str, device: Backend) -> ModelConfig:
+    """Return the configuration with that of a smaller model that drafts. draft: its folder; "" for none."""
+    if not draft:
+        return config
+    can = device.capabilities
+    smaller = ModelConfig.from_folder(draft, float8=can.float8, int4=can.int4)
+    return config.with_draft(smaller.sharded(replace(config.shard, whole_experts=False)))
+
+
+def _load_draft(
+    folder: Path | str, config: ModelConfig, dtype: torch.dtype, device: Backend, progress: Progress | None
+) -> ModelWeights | None:
+    """Return the weights of the smaller model in a folder; None without one."""
+    return load_weights(folder, config.draft, dtype, device, progress) if config.draft else None
+
+
+def possible_mtp(setting: MtpSetting, device: Backend, host: Backend | None) -> MtpSetting:
+    """Return the setting of the MTP head where the device, and the host for the prompts, can compute it.
+
+    "auto" is "off" elsewhere. Raises BackendError for "on".
+    """
+    if setting == "off" or (device.capabilities.predicts and host is None):
+        return setting
+    if setting == "on":
+        where = f"with prompts computed on {host.name} (prefill_device)" if host else f"on {device.name}"
+        raise BackendError(f"speculate: mtp is not possible {where}; possible are off, auto and suffix")
+    return "off"
 
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
@@ -188,16 +231,18 @@ def _measured(
 
 
 def _completed(
-    plan: MemoryPlan, weights: ModelWeights, config: ModelConfig, device: Backend, group: Group | None
+    plan: MemoryPlan, unplanned: int, config: ModelConfig, device: Backend, group: Group | None
 ) -> MemoryPlan:
     """Return the plan with the weights that could not be compacted, and with the smallest KV cache of the ranks.
+
+    unplanned: bytes of these weights beyond the plan.
 
     Raises ModelError if it does not fit.
     """
     cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
     block = block_bytes(config, plan.block_size, cached, device)
-    if weights.unplanned_bytes:
-        plan = plan.grown(weights.unplanned_bytes, block)
+    if unplanned:
+        plan = plan.grown(unplanned, block)
         plan.require_fit()
     if group is None:
         return plan
@@ -229,7 +274,8 @@ def _ranks(
     can = device.capabilities
     rows = min(max_samples, max_tokens)
     width = config.padded_vocabulary(can.vocabulary_tile) // group.size
-    largest = max(max_tokens * config.hidden_size, rows * width) * resolved.itemsize
+    hidden = max(config.hidden_size, config.draft.hidden_size if config.draft else 0)
+    largest = max(max_tokens * hidden, rows * width) * resolved.itemsize
     ranks = group.ranks(can.collectives, device.device, max(largest, MAX_LOGITS_BYTES), shared=can.shares_memory,
                         reduces=can.reduces)
     device.synchronize()

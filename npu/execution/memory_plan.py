@@ -234,14 +234,15 @@ def _measured_share(free: int, config: ModelConfig, backend: Backend, length: in
 
 
 def rotary_bytes(config: ModelConfig, length: int) -> int:
-    """Return the bytes of the table of rotary embeddings (`rope.cos_sin_table`)."""
-    return length * config.rotary_dim * torch.float32.itemsize
+    """Return the bytes of the table of rotary embeddings (`rope.cos_sin_table`), and of that of a model that drafts."""
+    nbytes = length * config.rotary_dim * torch.float32.itemsize
+    return nbytes + (rotary_bytes(config.draft, length) if config.draft else 0)
 
 
 def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block_size: int) -> int:
     """Return the bytes of the largest copy of a row's keys and values in floats."""
-    return max(backend.cache.dequantized_bytes(length, block_size, state.heads, state.head_dim)
-               for state in config.paged_states)
+    states = [*config.paged_states, *(config.draft.paged_states if config.draft else ())]
+    return max(backend.cache.dequantized_bytes(length, block_size, state.heads, state.head_dim) for state in states)
 
 
 STATE_SHARE, MAX_STATE_SHARE = 0.15, 0.5
@@ -293,8 +294,9 @@ def _checked(
     if config.has_experts and not backend.capabilities.experts:
         raise BackendError(f"device: {backend.name} does not serve mixtures of experts ({config.family}); possible is "
                            "device: cpu")
-    for state in config.paged_states:
-        backend.check_heads(state.head_dim, config.rotary_dim)
+    for each in (config, config.draft) if config.draft else (config,):
+        for state in each.paged_states:
+            backend.check_heads(state.head_dim, each.rotary_dim)
     check_schemes(config, backend)
     if prefill:
         try:
@@ -396,25 +398,30 @@ HIDDEN_COPIES = 5
 GOLDEN_HIDDEN_COPIES = 2
 """Tensors [T, H] that are held at the same time: the residual stream, its norm, and outputs of the layers."""
 
+MTP_COPIES = 7
+"""Tensors [T, H] that the MTP head holds beside the model's: its two inputs, their norms, these two in one tensor, and
+their product."""
+
 
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
     """Return the bytes that the decoder's kernels write and hold at the same time."""
     hidden = config.hidden_size
     layers = list(dict.fromkeys(config.local_layers))
     summed = 0 if backend.capabilities.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
-    linears = [matrix for index in range(config.num_layers) for matrix in storage.linears(config, index)]
+    of_mtp = MTP_COPIES * tokens * hidden * itemsize if config.mtp else 0
+    linears = storage.layer_matrices(config)
     if not _has_own(backend, paged_attention):
         # The largest layer, beside the residual and its norm.
         largest = max(layer.golden_elements(tokens, context) for layer in layers)
         floats = (GOLDEN_HIDDEN_COPIES * tokens * hidden + largest) * itemsize
         # One GEMM in float64 exists at a time; the LM head's is counted with the logits.
         head = _in_float64(storage.tables(config, backend.capabilities.vocabulary_tile)[-1], backend, 0)
-        return summed + floats + max(0, max(_in_float64(matrix, backend, tokens) for matrix in linears) - head)
+        return summed + of_mtp + floats + max(0, max(_in_float64(matrix, backend, tokens) for matrix in linears) - head)
     # Each kernel's output has its own memory, held until the next layer overwrites it.
     width = HIDDEN_COPIES * hidden + sum(layer.output_width for layer in layers)
     parts = max(layer.scratch_bytes(context, backend.threads) for layer in layers)
     panels = PANELS * LANES * max(matrix.inputs for matrix in linears) * itemsize
-    return summed + tokens * width * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
+    return summed + of_mtp + tokens * width * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
 
 
 def _device_activations(
@@ -428,7 +435,8 @@ def _device_activations(
         decodes = _activations(config, backend, min(rows, tokens), context, itemsize)
         return decodes + tokens * config.hidden_size * itemsize
     operators = _operator_bytes(config, backend, rows, tokens, itemsize)
-    return _activations(config, backend, tokens, context, itemsize) + operators
+    drafting = _activations(config.draft, backend, tokens, context, itemsize) if config.draft else 0
+    return _activations(config, backend, tokens, context, itemsize) + operators + drafting
 
 
 def _operator_bytes(config: ModelConfig, backend: Backend, rows: int, tokens: int, itemsize: int) -> int:

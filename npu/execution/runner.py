@@ -7,6 +7,7 @@
    dispatch, which reads the batch at fixed addresses: the decoder, and where possible LM head and sampler.
 4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
    copied to one of two host buffers while step n + 1 runs.
+   A head or a smaller model that drafts follows the sampling, kernel by kernel (predictor.py).
 5. `collect` waits for that copy.
 
 Two steps may be in flight: step n + 1 may be launched before step n is collected.
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -53,6 +55,7 @@ from npuserve.npu.execution.in_flight import (
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
 from npuserve.npu.execution.page_population import PagePopulation
+from npuserve.npu.execution.predictor import DraftModel, Drafts, MtpHead, Predictor, drafted_rows
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.model.config import ModelConfig
@@ -79,6 +82,8 @@ class Runner:
     cpu_kernels: CPU kernels in use, or None.
     ranks: group of the model's ranks. All of them launch the same steps.
     recording: record of the steps that are launched now, for a profile; None for none.
+    draft: weights of a smaller model that drafts tokens, for `ModelConfig.draft`; None for none.
+    predicts: steps can draft tokens (`Row.predicts`): the model has a head for this, or there is a smaller one.
     """
 
     recording: Recording | None = None
@@ -103,6 +108,7 @@ class Runner:
         ranks: Ranks = ALONE,
         num_slots: int = 0,
         max_drafts: int = 0,
+        draft: ModelWeights | None = None,
     ):
         self.config = config
         self.cpu_kernels = cpu_kernels
@@ -139,17 +145,20 @@ class Runner:
         model = Model.of(config, weights, max_model_len, self._kernels, backend, ranks)
         self._store = StateStore.allocate(
             config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
+        self.predicts = weights.mtp is not None or draft is not None
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(samples, config.vocab_size, backend)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
-            num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts)
+            num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts,
+            predicts=weights.mtp is not None)
         self._last = backend.empty((samples,), torch.int64).zero_()  # ids sampled by the last step
         self._ids = [backend.host_buffer(samples, dtype=torch.int64) for _ in range(2)]
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
-        memory = [(backend.memory, tensor) for tensor in self._store.tensors]
+        self._predictor = self._build_predictor(model, draft, num_blocks)
+        memory = [(backend.memory, tensor) for tensor in self._cached]
         if self._prefill and prefill:
             memory += [(prefill[0].memory, tensor) for tensor in self._prefill.tensors]
         self._pages = PagePopulation(memory)
@@ -197,7 +206,30 @@ class Runner:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the KV cache and of the slots of fixed state."""
-        return sum(tensor.nbytes for tensor in self._store.tensors)
+        return sum(tensor.nbytes for tensor in self._cached)
+
+    @property
+    def _cached(self) -> list[Tensor]:
+        """Tensors of the KV cache and of the fixed state, those of the head for drafts among them."""
+        return [*self._store.tensors, *(self._predictor.store.tensors if self._predictor else ())]
+
+    def _build_predictor(self, model: Model, draft: ModelWeights | None, num_blocks: int) -> Predictor | None:
+        """Return what drafts tokens; None if nothing does. draft: weights of a smaller model."""
+        dtype = model.weights.dtype
+
+        def store(config: ModelConfig) -> StateStore:
+            return StateStore.allocate(
+                config, num_blocks, self.block_size, self.cache_dtype, self.backend, model_dtype=dtype)
+
+        if (config := self.config.draft) is not None and draft is not None:
+            smaller = Model.of(config, draft, self.max_model_len, self._kernels, self.backend, model.ranks)
+            return DraftModel(smaller, store(config), self.block_size, self._last)
+        head = model.weights.mtp
+        tables = model.weights.predictor
+        if (config := self.config.predictor) is None or head is None or tables is None:
+            return None
+        layers = replace(model, config=config, weights=tables)
+        return MtpHead(layers, store(config), self.block_size, self._last, head)
 
     @torch.inference_mode()
     def compute_largest_step(self) -> None:
@@ -356,11 +388,13 @@ class Runner:
         plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs, drafts)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
         pooled = pooled_rows(part, staged.put)
+        drafted = drafted_rows(part, first, staged.put) if self.predicts else None
         if is_on_host:
             return Work(part, first, plan, None, prompt, pooled)
         argmax = isinstance(plan, ArgmaxPlan) and not is_constrained
         filters = plan.filters if isinstance(plan, FixedPlan) else None
-        return Work(part, first, plan, self._dispatch.select(part, argmax=argmax, filters=filters), prompt, pooled)
+        selection = self._dispatch.select(part, argmax=argmax, filters=filters)
+        return Work(part, first, plan, selection, prompt, pooled, drafted)
 
     # Work in the device's queue
 
@@ -411,13 +445,14 @@ class Runner:
         output.reports = [(requests, logprobs.fetch(self.backend)) for requests, logprobs in output.reports]
         output.prompt = [(request_id, logprobs.fetch(self.backend)) for request_id, logprobs in output.prompt]
         output.pooled = [(requests, self._fetch(hidden)) for requests, hidden in output.pooled]
+        output.drafted = [Drafts(requests, self._fetch(ids)) for requests, ids in output.drafted]
         output.fetched = self.backend.fetch(last, ids)
         return output
 
-    def _fetch(self, hidden: Tensor) -> Tensor:
-        """Copy hidden states to the host. The copy is complete once a later one is."""
-        buffer = self.backend.host_buffer(*hidden.shape, dtype=hidden.dtype)
-        self.backend.fetch(hidden, buffer)
+    def _fetch(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the host. The copy is complete once a later one is."""
+        buffer = self.backend.host_buffer(*tensor.shape, dtype=tensor.dtype)
+        self.backend.fetch(tensor, buffer)
         return buffer
 
     @contextmanager
@@ -436,6 +471,8 @@ class Runner:
         selection = work.selection
         if isinstance(work.plan, FixedPlan):
             self._sampler.prepare(work.plan)
+        if self._predictor is not None:
+            self._predictor.prepare(self._buffers.batch(part))
         hidden = replay(selection.captured, part, timings) if selection else None
         if hidden is None or selection is None:
             return self._forward.hidden(self._dispatch.batch(part, selection))[: part.tokens]
@@ -443,21 +480,31 @@ class Runner:
         if selection.chooses:
             output.captured_decodes += part.decodes
             self._report(work, hidden, output)
+            self._predict(work, hidden, output)
             return None
         output.decoder_decodes += part.decodes
         return hidden
 
     def _sample(self, work: Work, hidden: Tensor, output: StepOutput, waiting: WaitingStep | None = None) -> None:
-        """Sample a part; its sampled ids are then in `_last`.
+        """Sample a part; its sampled ids are then in `_last`. Draft tokens after them.
 
         hidden: hidden states of all its tokens, or of its sampling tokens.
         waiting: the step, if its rows may have masks.
         """
+        self._report(work, hidden, output)
+        if work.part.samples:
+            self._choose(work, hidden, output, waiting)
+        self._predict(work, hidden, output)
+
+    def _predict(self, work: Work, hidden: Tensor, output: StepOutput) -> None:
+        """Draft tokens after a part whose sampled ids are in `_last`, if anything drafts."""
+        if self._predictor is not None:
+            output.drafted += self._predictor.draft(self._buffers.batch(work.part), hidden, work.drafted)
+
+    def _choose(self, work: Work, hidden: Tensor, output: StepOutput, waiting: WaitingStep | None) -> None:
         part = work.part
         plan = work.plan
-        self._report(work, hidden, output)
-        if not (count := len(part.samples)):
-            return
+        count = len(part.samples)
         sampling = hidden if count == len(hidden) else hidden[self._buffers.batch(part).sample_tokens]
         masks = waiting.masks.of(work.first, count) if waiting and waiting.masks and part.constrained else None
         if isinstance(plan, ArgmaxPlan):

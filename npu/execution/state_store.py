@@ -40,9 +40,12 @@ LayerState = KeysAndValues | Slots | Tensor | None
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, backend: Backend) -> int:
-    """Return the bytes of one block: keys and values of all layers, with the scales of a quantized cache."""
-    return sum(_paged_bytes(layer.state, block_size, dtype, backend) for layer in config.local_layers
-               if isinstance(layer.state, Paged))
+    """Return the bytes of one block: keys and values of all layers, with the scales of a quantized cache. Those of the
+    MTP head and of a smaller model that drafts are among them."""
+    nbytes = sum(_paged_bytes(layer.state, block_size, dtype, backend) for layer in config.local_layers
+                 if isinstance(layer.state, Paged))
+    others = (other for other in (config.predictor, config.draft) if other is not None)
+    return nbytes + sum(block_bytes(other, block_size, dtype, backend) for other in others)
 
 
 def slot_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:

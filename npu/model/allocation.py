@@ -19,8 +19,8 @@ from npuserve.npu.backends.weight_layout import WeightLayout
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.forms.matrix import StoredMatrix
 from npuserve.npu.model.forms.targets import Target, Targets, ignore, put_both, put_copy, target_of_rows
-from npuserve.npu.model.storage import StoredArray, StoredBlock, final_norm, stored_blocks, tables
-from npuserve.npu.model.weights import LoadedBlock, ModelWeights
+from npuserve.npu.model.storage import StoredArray, StoredBlock, final_norm, stored_blocks, stored_input, tables
+from npuserve.npu.model.weights import LoadedBlock, ModelWeights, MtpWeights
 
 
 @dataclass(slots=True)
@@ -75,9 +75,19 @@ class _Allocator:
     def model(self) -> ModelWeights:
         c = self._config
         embedding, *head = map(self._linear, tables(c, self._backend.capabilities.vocabulary_tile))
-        layers = tuple(tuple(map(self._block, stored_blocks(c, index))) for index in range(c.num_layers))
+        layers = self._layers(c)
         return ModelWeights(
-            form_of(embedding.weight), layers, self._array(final_norm(c)), head[0] if head else embedding, self._dtype)
+            form_of(embedding.weight), layers, self._array(final_norm(c)), head[0] if head else embedding, self._dtype,
+            self._mtp(c.predictor) if c.predictor else None)
+
+    def _layers(self, config: ModelConfig) -> tuple[tuple[LoadedBlock, ...], ...]:
+        return tuple(tuple(map(self._block, stored_blocks(config, index))) for index in range(config.num_layers))
+
+    def _mtp(self, predictor: ModelConfig) -> MtpWeights:
+        stored = stored_input(predictor)
+        return MtpWeights(
+            self._linear(stored.fc), self._array(stored.embedding_norm), self._array(stored.hidden_norm),
+            self._layers(predictor), self._array(final_norm(predictor)))
 
     def _block(self, stored: StoredBlock) -> LoadedBlock:
         norm = self._array(stored.norm)

@@ -26,9 +26,14 @@ from npuserve.npu.quantization.assignment import Quantization
 from npuserve.npu.quantization.formats import quantization_of
 from npuserve.npu.quantization.scheme import WeightScheme
 
-__all__ = ["HeadDtype", "ModelConfig", "ModelError"]
+__all__ = ["HeadDtype", "ModelConfig", "ModelError", "MtpSetting"]
 
 HeadDtype = Literal["auto", "int8"]
+MtpSetting = Literal["off", "auto", "on"]
+"""Whether the head for multi-token prediction is loaded. auto: if the checkpoint has one. on: it must have one."""
+
+MTP_PREFIX = "mtp."
+"""Beginning of the names of that head's tensors."""
 
 DTYPES = "bfloat16", "float16", "float32", "float64"
 """Possible dtypes of a checkpoint."""
@@ -56,6 +61,8 @@ class ModelConfig:
     pooling: use of the last hidden states by an embedding model or a reranker, which have no LM head here; None for a
         model that generates text.
     head: name of the matrix of the checkpoint's LM head, or of its classifier.
+    mtp: layers of the head for multi-token prediction (MTP), which drafts tokens; () if it is not loaded.
+    draft: smaller model that drafts tokens, from a folder of its own; None for none.
     """
 
     architecture: str
@@ -78,6 +85,20 @@ class ModelConfig:
     shard: Shard = WHOLE
     pooling: Pooling | None = None
     head: str = "lm_head"
+    mtp: tuple[DecoderLayer, ...] = ()
+    draft: ModelConfig | None = None
+
+    def with_draft(self, draft: ModelConfig) -> ModelConfig:
+        """Return the configuration with a smaller model that drafts. Raises ModelError if that is not possible."""
+        if draft.vocab_size != self.vocab_size:
+            raise ModelError(f"speculate: the model that drafts has {draft.vocab_size} tokens in its vocabulary, the "
+                             f"served one {self.vocab_size}; both must have the same tokens")
+        if draft.has_fixed_state:
+            raise ModelError(f"speculate: a model with linear attention ({draft.family}) cannot draft; possible are "
+                             "models of attention alone")
+        if self.pooling or draft.pooling:
+            raise ModelError("speculate: models that embed or rank have no drafts")
+        return replace(self, draft=draft)
 
     def sharded(self, shard: Shard) -> ModelConfig:
         """Return the configuration of a part of the model. Raises ModelError if the ranks cannot divide it."""
@@ -94,6 +115,14 @@ class ModelConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def predictor(self) -> ModelConfig | None:
+        """Return the configuration of the MTP head as a model of its own; None if it is not loaded.
+
+        Embedding and LM head are those of the whole model.
+        """
+        return replace(self, layers=self.mtp, prefix=MTP_PREFIX, mtp=(), draft=None) if self.mtp else None
 
     def first_layers(self, count: int) -> ModelConfig:
         """Return the configuration of the model's first `count` layers."""
@@ -166,7 +195,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters in the checkpoint; a tied table counts once."""
+        """Number of parameters of the decoder in the checkpoint; a tied table counts once."""
         of_kind = {layer: _count(layer, self.hidden_size) for layer in self.kinds}
         blocks = sum(self.hidden_size + of_kind[block.layer] for blocks in self.layers for block in blocks)
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
@@ -182,9 +211,10 @@ class ModelConfig:
     def headless(self) -> ModelConfig:
         """The same decoder without a separate LM head."""
         if self.tie_word_embeddings:
-            return self
+            return replace(self, mtp=(), draft=None)
         quantization = self.quantization and replace(self.quantization, ignore=(*self.quantization.ignore, "lm_head"))
-        return replace(self, tie_word_embeddings=True, quantization=quantization, lm_head_dtype="auto")
+        return replace(self, tie_word_embeddings=True, quantization=quantization, lm_head_dtype="auto", mtp=(),
+                       draft=None)
 
     @property
     def schemes(self) -> list[WeightScheme]:
@@ -223,12 +253,14 @@ class ModelConfig:
         task: TaskSetting = "auto",
         float8: bool = True,
         int4: bool = True,
+        mtp: MtpSetting = "off",
     ) -> ModelConfig:
         """Read `folder`/config.json, and how the model pools. Raises ModelError.
 
         task: see `read_pooling`.
         float8, int4: the device multiplies weights in float8, and in 4 bits (`Backend`). Others become floats while
             loading.
+        mtp: whether the head for multi-token prediction is loaded.
         """
         path = Path(folder) / "config.json"
         check_links(Path(folder))
@@ -251,7 +283,18 @@ class ModelConfig:
             config = replace(config, quantization=_modelslim(description))
             _check_tied(config)
         config = config._pooling(pooling, path.parent) if pooling else config
-        return config._experts_of(path.parent)
+        return config._with_mtp(path.parent, mtp)._experts_of(path.parent)
+
+    def _with_mtp(self, folder: Path, setting: MtpSetting) -> ModelConfig:
+        """Return the configuration with its MTP head, or without. Raises ModelError if it must have one."""
+        has_head = bool(self.mtp) and self.pooling is None and has_tensor(
+            folder, f"{MTP_PREFIX}pre_fc_norm_hidden.weight")
+        if setting == "on" and not has_head:
+            raise ModelError(f"speculate: mtp: {folder} has no head for multi-token prediction (tensors "
+                             f"{MTP_PREFIX}*); possible are off, auto and suffix")
+        if setting == "off" or not has_head:
+            return replace(self, mtp=())
+        return replace(self, ignored=tuple(beginning for beginning in self.ignored if beginning != MTP_PREFIX))
 
     def _pooling(self, pooling: Pooling, folder: Path) -> ModelConfig:
         """Return the configuration of a model that pools. Some of their checkpoints hold the decoder alone, whose names
@@ -262,20 +305,17 @@ class ModelConfig:
         return replace(self.headless, pooling=pooling, prefix=prefix, head=head)
 
     def _experts_of(self, folder: Path) -> ModelConfig:
-        """Return the configuration with the form of the folder's experts: stacked in one tensor, or one by one."""
-        blocks = ((index, block) for index, blocks in enumerate(self.layers) for block in blocks)
-        found = next(((index, block) for index, block in blocks if isinstance(block.layer, Experts)), None)
-        if found is None:
-            return self
-        index, block = found
-        name = f"{self.prefix}layers.{index}.{block.name}.experts.gate_up_proj"
-        return self.with_experts(stacked=has_tensor(folder, name))
+        """Return the configuration with the form of the folder's experts: stacked in one tensor, or one by one. The MTP
+        head may have another form than the decoder, which may be quantized."""
+        decoder, head = (_has_stacked_experts(folder, prefix, layers)
+                         for prefix, layers in ((self.prefix, self.layers), (MTP_PREFIX, self.mtp)))
+        return replace(self, layers=_with_experts(self.layers, stacked=decoder),
+                       mtp=_with_experts(self.mtp, stacked=head))
 
     def with_experts(self, *, stacked: bool) -> ModelConfig:
-        """Return the configuration of a checkpoint that has the experts stacked in one tensor, or one by one."""
-        return replace(self, layers=tuple(
-            tuple(replace(block, layer=replace(block.layer, stacked=stacked)) if isinstance(block.layer, Experts)
-                  else block for block in blocks) for blocks in self.layers))
+        """Return the configuration of a checkpoint that has the decoder's experts stacked in one tensor, or one by
+        one."""
+        return replace(self, layers=_with_experts(self.layers, stacked=stacked))
 
     @staticmethod
     def from_dict(data: Mapping[str, Any], *, is_pooling: bool = False) -> ModelConfig:
@@ -326,9 +366,23 @@ class ModelConfig:
             ignored=family.ignored,
             zero_centred_norms=family.zero_centred_norms,
             quantization=_quantization(data),
+            mtp=(family.read_mtp(data),) if family.read_mtp else (),
         )
         _check_tied(config)
         return config
+
+
+def _has_stacked_experts(folder: Path, prefix: str, layers: tuple[DecoderLayer, ...]) -> bool:
+    """Return whether a folder has the experts of layers stacked in one tensor."""
+    blocks = ((index, block) for index, blocks in enumerate(layers) for block in blocks)
+    first = next(((index, block) for index, block in blocks if isinstance(block.layer, Experts)), None)
+    return first is not None and has_tensor(folder, f"{prefix}layers.{first[0]}.{first[1].name}.experts.gate_up_proj")
+
+
+def _with_experts(layers: tuple[DecoderLayer, ...], *, stacked: bool) -> tuple[DecoderLayer, ...]:
+    return tuple(
+        tuple(replace(block, layer=replace(block.layer, stacked=stacked)) if isinstance(block.layer, Experts)
+              else block for block in blocks) for blocks in layers)
 
 
 def _generator(name: object, end: str) -> str:

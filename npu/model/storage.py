@@ -27,7 +27,7 @@ from npuserve.npu.quantization.w8a8 import W8A8
 
 def check_schemes(config: ModelConfig, backend: Backend) -> None:
     """Raise BackendError for a quantization of the model that the backend's kernels do not support."""
-    for scheme in config.schemes:
+    for scheme in (*config.schemes, *(config.draft.schemes if config.draft else ())):
         if refusal := scheme.refusal(backend):
             raise BackendError(f"quantization_config: {refusal}")
 
@@ -102,6 +102,27 @@ def _scheme(config: ModelConfig, name: str) -> WeightScheme | None:
     return config.quantization.of(name) if config.quantization else None
 
 
+@dataclass(frozen=True, slots=True)
+class StoredInput:
+    """Input of the MTP head: fc [H, 2 H] of the normed embedding and hidden state, one after the other.
+
+    embedding_norm, hidden_norm: norms of these.
+    """
+
+    fc: StoredMatrix
+    embedding_norm: StoredArray
+    hidden_norm: StoredArray
+
+
+def stored_input(predictor: ModelConfig) -> StoredInput:
+    """Return the input of an MTP head. predictor: its configuration (`ModelConfig.predictor`)."""
+    name = f"{predictor.prefix}fc"
+    columns = Span.all(2 * predictor.hidden_size)
+    return StoredInput(
+        StoredMatrix({name: Span.all(predictor.hidden_size)}, columns, _form(predictor, [name], columns)),
+        *(_norm(predictor, f"{predictor.prefix}pre_fc_norm_{part}") for part in ("embedding", "hidden")))
+
+
 def final_norm(config: ModelConfig) -> StoredArray:
     """Return the norm after the last layer."""
     return _norm(config, f"{config.prefix}norm")
@@ -165,19 +186,32 @@ def _converted(config: ModelConfig, parts: Iterable[str]) -> dict[str, W8A8]:
 
 def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return all matrices of a model."""
-    return [*tables(config, vocabulary_tile), *(w for i in range(config.num_layers) for w in linears(config, i))]
+    return [*tables(config, vocabulary_tile), *layer_matrices(config)]
+
+
+def layer_matrices(config: ModelConfig) -> list[StoredMatrix]:
+    """Return the matrices of all layers, those of the MTP head among them."""
+    of_decoder = [matrix for index in range(config.num_layers) for matrix in linears(config, index)]
+    if predictor := config.predictor:
+        return [*of_decoder, stored_input(predictor).fc, *layer_matrices(predictor)]
+    return of_decoder
 
 
 def stored_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
-    """Return the bytes that `allocate` takes."""
+    """Return the bytes that `allocate` takes, for the model and for a smaller one that drafts."""
     stored = matrices(config, backend.capabilities.vocabulary_tile)
-    return array_bytes(config, dtype) + sum(matrix.nbytes(dtype, backend) for matrix in stored)
+    nbytes = array_bytes(config, dtype) + sum(matrix.nbytes(dtype, backend) for matrix in stored)
+    return nbytes + (stored_bytes(config.draft, dtype, backend) if config.draft else 0)
 
 
 def array_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of norms and other tensors that are not matrices."""
     arrays = [array for i in range(config.num_layers) for block in stored_blocks(config, i) for array in block.arrays]
-    return sum(array.nbytes(dtype) for array in (*arrays, final_norm(config)))
+    nbytes = sum(array.nbytes(dtype) for array in (*arrays, final_norm(config)))
+    if predictor := config.predictor:
+        head = stored_input(predictor)
+        nbytes += array_bytes(predictor, dtype) + head.embedding_norm.nbytes(dtype) + head.hidden_norm.nbytes(dtype)
+    return nbytes
 
 
 def read_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:

@@ -44,11 +44,28 @@ class LoadedBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """Weights of a head for multi-token prediction, for hidden size H.
+
+    fc [H, 2 H]: of the normed embedding and hidden state, one after the other.
+    embedding_norm, hidden_norm, norm [H].
+    layers: blocks of each of its layers.
+    """
+
+    fc: Linear
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    layers: tuple[tuple[LoadedBlock, ...], ...]
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Weights of a model: embedding [Vp, H], norm [H], lm_head [Vp, H] for the padded vocabulary Vp.
 
     layers: blocks of each decoder layer.
     dtype: dtype of the activations. Some norms are float32 beside it.
+    mtp: head for multi-token prediction; None if it is not loaded.
 
     Tied embedding and lm_head are the same table. The padding rows of lm_head repeat row 0, so that a padding id is
     never more likely than id 0. The padding rows of an untied embedding are zero.
@@ -59,6 +76,14 @@ class ModelWeights:
     norm: Tensor
     lm_head: Linear
     dtype: torch.dtype
+    mtp: MtpWeights | None = None
+
+    @property
+    def predictor(self) -> ModelWeights | None:
+        """The layers of the MTP head as a model, with the tables of this one; None if the head is not loaded."""
+        if (head := self.mtp) is None:
+            return None
+        return ModelWeights(self.embedding, head.layers, head.norm, self.lm_head, self.dtype)
 
     @property
     def blocks(self) -> Iterator[LoadedBlock]:
@@ -115,7 +140,10 @@ class ModelWeights:
             backend.weights.prepare(weight, table=weight is self.embedding)
 
     def _linear_weights(self) -> list[WeightForm]:
-        linears = [linear for block in self.blocks for linear in block.linears]
+        blocks = [*self.blocks, *(chain.from_iterable(self.mtp.layers) if self.mtp else ())]
+        linears = [linear for block in blocks for linear in block.linears]
+        if self.mtp:
+            linears.append(self.mtp.fc)
         return [form_of(linear.weight) for linear in (*linears, self.lm_head)]
 
     def _fill_padding(self, vocabulary: int) -> None:

@@ -7,7 +7,7 @@ One layer is in memory at a time, with the hidden states of the calibration text
                                     └► rounded to int8, written
 
 Each row of a weight has a scale and is rounded to nearest. Inputs are quantized dynamically when the model is served.
-Embedding, norms, biases and LM head are not changed.
+Embedding, norms, biases, LM head and the head for multi-token prediction are not changed.
 """
 
 from __future__ import annotations
@@ -83,14 +83,15 @@ def quantize_checkpoint(
 
     Raises ModelError for a model that cannot be quantized, OSError if `out` cannot be written.
     """
-    stored = ModelConfig.from_folder(folder, float8=False)
+    stored = ModelConfig.from_folder(folder, float8=False, mtp="auto")
     config = stored.with_experts(stacked=False)
     if config.pooling:
         raise ModelError(f"{folder}: is an embedding model or a reranker (modules.json), which is not quantized")
     if config.schemes:
         raise ModelError(f"{folder}: is quantized to {config.quantization_name} already; supported are bfloat16, "
                          "float16, float32 or float8")
-    kept = "lm_head", *_float_modules(config), *ignore
+    of_head = ("re:mtp[.].*",) if config.mtp else ()
+    kept = "lm_head", *of_head, *_float_modules(config), *ignore
     everything, inputs = _linears(config, Quantization((((LINEAR,), rounding.scheme),), kept), ignore)
     quantization = Quantization(rounding.groups(inputs), kept)
     largest = max(map(max, sequences), default=0)

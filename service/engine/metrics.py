@@ -21,6 +21,7 @@ from npuserve.service.scheduling.block_manager import BlockCounts
 from npuserve.service.scheduling.drafting import REASONS
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence_memory import MISS_REASONS
+from npuserve.service.speculation.request_drafter import KINDS
 
 RATE_SECONDS = 2.0
 LOAD_SECONDS = 0.01
@@ -38,7 +39,9 @@ TIMED_SECONDS = {phase: metrics.timed_step_seconds_total.labels(phase) for phase
 DECODE_MODES = ("captured", "decoder", "eager")
 DECODE_TOKENS = {mode: metrics.decode_tokens_total.labels(mode) for mode in DECODE_MODES}
 SLOTS = [metrics.state_slots.labels(state) for state in ("used", "checkpoint", "free")]
-ACCEPTANCE = metrics.tally(metrics.acceptance_length_tokens)
+ACCEPTANCE = {kind: metrics.tally(metrics.acceptance_length_tokens, kind) for kind in KINDS}
+DRAFTS = {kind: metrics.draft_tokens_total.labels(kind) for kind in KINDS}
+ACCEPTED_DRAFTS = {kind: metrics.accepted_draft_tokens_total.labels(kind) for kind in KINDS}
 UNDRAFTED = {reason: metrics.undrafted_tokens_total.labels(reason) for reason in REASONS}
 MISSES = {reason: metrics.prefix_cache_misses_total.labels(reason) for reason in MISS_REASONS}
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
@@ -50,7 +53,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler, history: RequestHistory | None = None):
         self._scheduler = scheduler
         self._history = history or RequestHistory()
-        self._reported: tuple[float, ...] = (0,) * 8
+        self._reported: tuple[float, ...] = (0,) * (6 + 2 * len(KINDS))
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._tokens = 0  # tokens since the last update of the load
@@ -152,14 +155,15 @@ class EngineMetrics:
         memory = scheduler.memory
         counts = (
             scheduler.preemptions, memory.prefix_queries, memory.prefix_hits, scheduler.deadlines.tokens_in_vain,
-            scheduler.forced_tokens, drafting.drafted, drafting.accepted, drafting.seconds)
+            scheduler.forced_tokens, drafting.seconds, *(drafting.drafted_by_kind[kind] for kind in KINDS),
+            *(drafting.accepted_by_kind[kind] for kind in KINDS))
         counters = (
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
-            metrics.tokens_in_vain_total, metrics.forced_tokens_total, metrics.draft_tokens_total,
-            metrics.accepted_draft_tokens_total, metrics.drafting_seconds_total)
-        for length, rows in drafting.take_lengths().items():
+            metrics.tokens_in_vain_total, metrics.forced_tokens_total, metrics.drafting_seconds_total,
+            *DRAFTS.values(), *ACCEPTED_DRAFTS.values())
+        for (kind, length), rows in drafting.take_lengths().items():
             for _ in range(rows):
-                ACCEPTANCE.observe(length)
+                ACCEPTANCE[kind].observe(length)
         for reason, tokens in drafting.take_skipped().items():
             UNDRAFTED[reason].inc(tokens)
         for reason, misses in scheduler.memory.take_misses().items():

@@ -43,7 +43,7 @@ from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
-from npuserve.service.speculation.speculator import Speculator
+from npuserve.service.speculation.speculator import Mode, Speculator
 from npuserve.service.streams.records import Records
 from npuserve.service.structured_output.manager import build_compiler
 from npuserve.service.text.model_folder import read_eos_ids
@@ -222,6 +222,10 @@ def build_engine(
     return engine
 
 
+MODES: Mapping[str, Mode] = {"auto": "auto", "suffix": "suffix", "mtp": "mtp"}
+"""Setting `speculate` -> mode; a folder is that of a model that drafts."""
+
+
 def drafting_of(config: ServerConfig, runner: Runner) -> Drafting:
     """Return the drafting of speculative decoding; without drafts, and with a log line, where the model has none."""
     if config.speculate == "off":
@@ -231,8 +235,11 @@ def drafting_of(config: ServerConfig, runner: Runner) -> Drafting:
         logs.event(log, "speculate has no effect", level=logging.WARNING, reason=reason)
         return Drafting(obstacle="device")
     has_state = runner.num_slots > 0
+    mode = MODES.get(config.speculate, "model")
+    depth = config.draft_depth if runner.predicts else 0
+    speculator = Speculator(mode, recomputes=has_state, depth=depth)
     return Drafting(
-        Speculator(config.speculate, recomputes=has_state), runner.max_drafts, overlaps=config.double_buffering,
+        speculator, runner.max_drafts, overlaps=config.double_buffering,
         state_block_size=runner.block_size if has_state else 0)
 
 

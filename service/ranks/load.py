@@ -7,14 +7,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.service import metrics
-from npuserve.service.config import ServerConfig
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS
 
 if TYPE_CHECKING:
     from npuserve.kernels.registry import Observe
     from npuserve.npu.backends.base import CaptureMode
     from npuserve.npu.execution.load import SharedMemory
     from npuserve.npu.execution.runner import Runner
+    from npuserve.npu.model.config import MtpSetting
     from npuserve.npu.parallel import Group
+
+
+MTP_SETTINGS: Mapping[str, MtpSetting] = {"auto": "auto", "mtp": "on"}
+"""Setting `speculate` -> whether the head for multi-token prediction is loaded, if other than "off"."""
+SPECULATE = "off", "auto", "suffix", "mtp"
+"""Values of `speculate` that are no folder."""
+
+
+def draft_folder(config: ServerConfig) -> str:
+    """Return the folder of the smaller model that `speculate` names; "" if it names none. Raises ConfigError."""
+    if config.speculate in SPECULATE:
+        return ""
+    folder = Path(config.speculate).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"speculate: {config.speculate!r} is neither one of {', '.join(SPECULATE)} nor the folder of "
+                          "a smaller model")
+    return str(folder)
+
+
+def max_drafts(config: ServerConfig) -> int:
+    """Return the most drafts of a step."""
+    return MAX_STEP_DRAFTS if config.speculate != "off" else 0
 
 
 def publish_kernel(kernel: str, phase: str, backend: str, seconds: float) -> None:
@@ -43,7 +67,6 @@ def load_model(
     """
     from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings
     from npuserve.npu.execution.load import load_runner
-    from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS
 
     return load_runner(
         Path(folder), backend=config.device, dtype=config.dtype, max_model_len=config.max_model_len,
@@ -56,4 +79,4 @@ def load_model(
         prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, task=config.task, memory=memory,
         cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None),
         group=group, expert_parallel=config.expert_parallel,
-        max_drafts=MAX_STEP_DRAFTS if config.speculate != "off" else 0)
+        max_drafts=max_drafts(config), mtp=MTP_SETTINGS.get(config.speculate, "off"), draft=draft_folder(config))

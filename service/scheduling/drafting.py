@@ -14,6 +14,8 @@ from typing import NamedTuple
 from npuserve.npu.step import Row, Step
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.speculation.drafter import Drafter
+from npuserve.service.speculation.predicted_drafts import PredictedDrafts
+from npuserve.service.speculation.request_drafter import KINDS, Kind, RequestDrafter
 from npuserve.service.speculation.speculator import MAX_ROW_DRAFTS, Candidate, Speculator, StepTokens
 
 MIN_SHARED_ANSWER = 16
@@ -58,7 +60,7 @@ class Drafting:
         boundary at most, so that the state there can become a checkpoint.
     clock: processor seconds of this thread, to measure searches; other processes and threads do not count.
 
-    drafted, accepted: number of drafts since the start that steps computed, and that were accepted.
+    drafted_by_kind, accepted_by_kind: number of drafts since the start that steps computed, and that were accepted.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class Drafting:
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.speculator = speculator
-        self.drafted = 0
-        self.accepted = 0
-        self._lengths: Counter[int] = Counter()  # rows with drafts by their accepted drafts
+        self.drafted_by_kind: Counter[Kind] = Counter()
+        self.accepted_by_kind: Counter[Kind] = Counter()
+        self._lengths: Counter[tuple[Kind, int]] = Counter()  # rows with drafts by kind and accepted drafts
+        self._kinds: dict[int, Kind] = {}  # sequence id -> kind of the drafts of its row in flight
         self._skipped: Counter[str] = Counter()  # tokens of requests without drafts, by reason
         self._max_drafts = max_drafts
         self._obstacle = obstacle
@@ -87,12 +90,23 @@ class Drafting:
         self._was_busy = False  # requests ran when the last step was applied
 
     @property
+    def drafted(self) -> int:
+        """Number of drafts of all kinds since the start that steps computed."""
+        return self.drafted_by_kind.total()
+
+    @property
+    def accepted(self) -> int:
+        """Number of drafts of all kinds since the start that were accepted."""
+        return self.accepted_by_kind.total()
+
+    @property
     def seconds(self) -> float:
         """Time of searches and choices since the start."""
         return self.speculator.drafting_seconds if self.speculator is not None else 0.0
 
-    def take_lengths(self) -> Counter[int]:
-        """Return the number of rows with drafts by their accepted drafts, since the last call."""
+    def take_lengths(self) -> Counter[tuple[Kind, int]]:
+        """Return the number of rows with drafts by the drafts' kind and number of accepted ones, since the last
+        call."""
         lengths = self._lengths
         self._lengths = Counter()
         return lengths
@@ -114,6 +128,10 @@ class Drafting:
             return True
         return self.speculator.waits and any(sequence.drafter is not None for sequence in running)
 
+    def predicts(self) -> int:
+        """Return the number of tokens that a head or a smaller model drafts after each row of the next step."""
+        return self.speculator.predicts() if self.speculator is not None else 0
+
     def choose(
         self, running: Ordered[Sequence], budget: int, *, is_beside_prompts: bool = False
     ) -> Mapping[int, list[int]]:
@@ -131,9 +149,13 @@ class Drafting:
         if candidates:
             most = self._budget(load, budget, is_beside_prompts=is_beside_prompts)
             counts = self.speculator.choose(candidates, load, most, is_beside_prompts=is_beside_prompts)
-            for sequence, candidate, count in zip(sequences, candidates, counts, strict=True):
-                if tokens := candidate.drafter.drafts(count):
+            self._kinds.clear()
+            for sequence, count in zip(sequences, counts, strict=True):
+                assert sequence.drafter is not None
+                kind, tokens = sequence.drafter.drafts(count)
+                if tokens:
                     drafts[sequence.id] = tokens
+                    self._kinds[sequence.id] = kind
         self.speculator.add_drafting(self._clock() - began)
         return drafts
 
@@ -161,9 +183,10 @@ class Drafting:
             accepted = max(0, len(token_ids) - 1)
             sequence.num_drafted += num_drafts
             sequence.num_accepted += accepted
-            self.drafted += num_drafts
-            self.accepted += accepted
-            self._lengths[accepted] += 1
+            kind = self._kinds.get(sequence.id, KINDS[0])
+            self.drafted_by_kind[kind] += num_drafts
+            self.accepted_by_kind[kind] += accepted
+            self._lengths[kind, accepted] += 1
         if not sequence.request.speculate:
             self._skipped["request"] += len(token_ids)
             return
@@ -173,6 +196,11 @@ class Drafting:
         else:
             sequence.drafter.extend(token_ids, self.speculator.max_pause)
         self.speculator.add_drafting(self._clock() - began)
+
+    def replace_predicted(self, sequence: Sequence, drafts: Ordered[int]) -> None:
+        """Take predicted drafts that follow the last token of a request. Call it after `extend`."""
+        if drafts and sequence.drafter is not None:
+            sequence.drafter.replace_predicted(drafts)
 
     def step_applied(
         self, running: Ordered[Sequence], budget: int, now: float, *, is_beside_prompts: bool = False
@@ -212,11 +240,15 @@ class Drafting:
         if sequence.num_generated_tokens >= MIN_SHARED_ANSWER:
             self.speculator.shared.add(_group(sequence), sequence.token_ids, sequence.num_prompt_tokens)
 
-    def _drafter(self, sequence: Sequence) -> Drafter:
+    def _drafter(self, sequence: Sequence) -> RequestDrafter:
         """Return the drafter of a request."""
         assert self.speculator is not None
+        depth = self.speculator.depth
+        predicted = PredictedDrafts(depth, self.speculator.predicted_rates) if depth else None
+        if self.speculator.mode == "mtp" or self.speculator.mode == "model":
+            return RequestDrafter(None, predicted, self.speculator.mode)
         shared = self.speculator.shared.history(_group(sequence)) if _is_shared(sequence) else None
-        return Drafter(sequence.token_ids, shared, self.speculator.rates)
+        return RequestDrafter(Drafter(sequence.token_ids, shared, self.speculator.rates), predicted)
 
     def _budget(self, load: StepTokens, budget: int, *, is_beside_prompts: bool) -> int:
         """Return the most drafts of a step with such decode rows."""

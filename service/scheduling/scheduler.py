@@ -11,8 +11,9 @@ the first request that does not fit; smaller ones behind it do not pass it. It l
 request, so that an admitted request is not preempted as soon as the others grow.
 
 Drafts (drafting.py, service/speculation). Two steps are in flight, unless decode rows may have drafts: these need the
-last token on the host. Then all rows wait (`waits_for_tokens`): the plan is empty until the step in flight is applied.
-No row waits in quarantine, and with `auto` where drafts bring less than the overlap.
+last token on the host, and those of a model's head are in the result of the step before. Then all rows wait
+(`waits_for_tokens`): the plan is empty until the step in flight is applied. No row waits in quarantine, and with `auto`
+where drafts bring less than the overlap.
 
 Which requests are preempted for others: preemption.py. They are chosen before any row of a step is planned. One with
 steps in flight gets no row, and is preempted once they are applied.
@@ -255,7 +256,8 @@ class Scheduler:
             leaving = self._secure_blocks(leaving)
         if leaving:
             running = [sequence for sequence in running if sequence not in leaving]
-        plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size, self.slots)
+        predicts = 0 if self.quarantine else self.drafting.predicts()
+        plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size, self.slots, predicts)
         drafts = self.drafting.choose(
             self._decoding(running), self._max_num_batched_tokens, is_beside_prompts=self._is_beside_prompts)
         num_more = self._plan_decodes(plan, running, drafts)
@@ -302,6 +304,7 @@ class Scheduler:
                 progress.append(increment)
                 if num_accepted:
                     self.drafting.extend(sequence, increment.token_ids, row.samples - 1)
+                    self.drafting.replace_predicted(sequence, result.drafts_after(row, num_accepted))
                 self._end_complete(increment)
         if step.rows:
             self.drafting.step_applied(

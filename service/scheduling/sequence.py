@@ -16,7 +16,7 @@ from npuserve.service.ipc.messages import Finish, FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockTable
 from npuserve.service.scheduling.phase_timer import PhaseTimer
 from npuserve.service.scheduling.state_slots import SlotTable
-from npuserve.service.speculation.drafter import Drafter
+from npuserve.service.speculation.request_drafter import RequestDrafter
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 
 
@@ -186,7 +186,7 @@ class Sequence:
         self.is_deferred = False
         self.has_drafts = False
         self.num_valid_samples = 0
-        self.drafter: Drafter | None = None
+        self.drafter: RequestDrafter | None = None
         self.num_drafted = 0
         self.num_accepted = 0
         self.timer = PhaseTimer(request.arrival, progress.timing)

@@ -46,13 +46,14 @@ class StepBuilder:
 
     budget: tokens that further rows may compute.
     slots: slots of fixed state; None for a model without.
+    predicts: most tokens that the model's head or a smaller model drafts after a row; 0 without these.
     rows, new: as in Step.
     dropped, constrained: as in Plan.
     """
 
-    __slots__ = ("_block_size", "_reserved", "_slots", "budget", "constrained", "dropped", "new", "rows")
+    __slots__ = ("_block_size", "_predicts", "_reserved", "_slots", "budget", "constrained", "dropped", "new", "rows")
 
-    def __init__(self, budget: int, block_size: int, slots: StateSlots | None = None):
+    def __init__(self, budget: int, block_size: int, slots: StateSlots | None = None, predicts: int = 0):
         self.budget = budget
         self.rows: list[Row] = []
         self.new: list[NewRequest] = []
@@ -60,6 +61,7 @@ class StepBuilder:
         self.constrained: list[Sequence] = []
         self._block_size = block_size
         self._slots = slots
+        self._predicts = predicts
         self._reserved = StepBounds(0, 0)  # tokens of the budget that prompts may not take
 
     @property
@@ -106,7 +108,8 @@ class StepBuilder:
             end += len(drafts)
             samples += len(drafts)
             sequence.has_drafts = True
-        num_blocks = -(-end // self._block_size)
+        predicts = self._num_predicted(sequence, planned, end) if samples and self._predicts else 0
+        num_blocks = -(-(end + predicts) // self._block_size)
         sequence.account.virtual_time += end - start
         sequence.num_steps_in_flight += 1
         self.budget -= end - start
@@ -121,19 +124,22 @@ class StepBuilder:
                 takes_state = is_expected = True  # of the answer, or of a prompt that fills its last block
             if takes_state:
                 self._slots.take(sequence.slots, end, is_expected=is_expected)
-        row = Row(
-            sequence.id,
-            row_tokens,
-            start,
-            block_ids,
-            samples,
-            sequence.blocks.version,
-            is_constrained,
-            state_slot,
-            state_source,
-            pools=pools,
-        )
-        self.rows.append(row)
+        next_id = 0 if samples or pools else tokens[end]
+        self.rows.append(Row(
+            sequence.id, row_tokens, start, block_ids, samples, sequence.blocks.version, is_constrained, state_slot,
+            state_source, pools=pools, next_id=next_id, predicts=predicts))
+
+    def _num_predicted(self, sequence: Sequence, planned: int, end: int) -> int:
+        """Return the number of tokens that the model's head or a smaller model drafts after a row.
+
+        planned: number of the sequence's tokens before the row's samples.
+        end: end of the row. Drafts write positions from here on, for which blocks must be there.
+        """
+        if not sequence.request.speculate:
+            return 0
+        last = sequence.num_prompt_tokens + sequence.request.max_tokens  # number of tokens at most
+        covered = len(sequence.blocks.block_ids) * self._block_size
+        return max(0, min(self._predicts, last - planned - 2, min(last, covered) - end))
 
     def _plan_state(
         self, slots: StateSlots, sequence: Sequence, start: int, *, is_retractable: bool

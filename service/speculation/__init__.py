@@ -1,4 +1,5 @@
-"""Speculative decoding: drafts from the text itself, verified without changing a bit of the answer.
+"""Speculative decoding: drafts from the text itself or of the model's head, verified without changing a bit of the
+answer.
 
 A decode step reads all weights for one token of each request, and a few more tokens cost little. So a row may compute
 drafts: tokens that probably follow. It samples after each of them (`Row.samples`):
@@ -15,9 +16,27 @@ Withdrawn tokens. Drafts are in no request's `token_ids` and are not counted as 
 and only then counts their positions as computed. So the prefix cache and the KV events get accepted tokens only. Slots
 of rejected drafts are overwritten by the next row. Budget and fairness charge all tokens of a row.
 
-Where drafts come from (drafter.py, token_history.py). The longest earlier occurrence of the end of the text is
+Drafts from text (drafter.py, token_history.py). The longest earlier occurrence of the end of the text is
 searched in prompt and answer, then in ended answers of the same client and cache salt (shared_answers.py, bounded).
 What followed there is the draft. The match continues as long as its predictions are right.
+
+Drafts of the model's head (predicted_drafts.py, npu/execution/predictor.py). A model may have a head for multi-token
+prediction (MTP): one layer with a KV cache of its own, in the blocks of the request. It runs at the end of a step,
+after the sampling, for all tokens of the step, and drafts up to `depth` tokens after the last valid sample of each row
+(`Row.predicts`). The step's result has these drafts, and the next row verifies them as any others. So the head changes
+nothing but what is drafted. Of a request with both kinds, the likelier drafts are computed (request_drafter.py).
+
+    step n      decoder ─► samples ─► accepted drafts ─► head ─► drafts of step n + 1
+    step n + 1  [ last sample | drafts ] ─► decoder ─► ...
+
+A step is therefore verification and drafting in one queue of work, and a device that captures it needs nothing of the
+host in between: the number of accepted drafts is computed on the device (`Predictor.draft`). Not built: two such steps
+in flight. For these, the ids, positions and slots of step n + 1 would follow from that number on the device too. The
+host would plan the largest positions, for which it has the blocks, and learn one step late how many are valid.
+Attention whose lengths are read from the host, as on Ascend, cannot do so.
+
+With `auto` the head drafts while rows wait, and in one of PROBE_STEPS other steps, to measure its acceptance. It is
+computed for all tokens in any case, for its KV cache.
 
 Two steps in flight. Drafts need the last token on the host, so a step with drafts is planned when no other step is in
 flight. Either all rows wait for the step before, or none does and there are no drafts (`Speculator.waits`). The rows

@@ -1,13 +1,14 @@
-"""Share of right predictions by the length of the match that they follow from."""
+"""Share of right predictions by the length of the match that they follow from, or by the depth of a head's draft."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 20)
 """Largest match length of each class but the last, which has all longer ones."""
 NUM_CLASSES = len(LENGTHS) + 1
-_FIRST_RATES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
+FIRST_RATES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 """Rates before anything was measured."""
 _DECAY = 0.98
 """Weight of the earlier predictions of a class at each new one."""
@@ -19,15 +20,16 @@ CLASSES = tuple(bisect_left(LENGTHS, length) for length in range(LENGTHS[-1] + 2
 
 
 class AcceptanceRates:
-    """Decaying rates, which begin with those of `prior`, or with usual ones.
+    """Decaying rates, which begin with those of `prior`, or with `first`.
 
     A request's rates have the server's as their prior: requests differ, and a new one is like the others.
     """
 
-    __slots__ = ("_prior", "_right", "_total")
+    __slots__ = ("_first", "_prior", "_right", "_total")
 
-    def __init__(self, prior: AcceptanceRates | None = None) -> None:
+    def __init__(self, prior: AcceptanceRates | None = None, first: Sequence[float] = FIRST_RATES) -> None:
         self._prior = prior
+        self._first = first
         self._right = [0.0] * NUM_CLASSES
         self._total = [0.0] * NUM_CLASSES
 
@@ -44,5 +46,5 @@ class AcceptanceRates:
         return self._rate(CLASSES[length] if length < len(CLASSES) else NUM_CLASSES - 1)
 
     def _rate(self, place: int) -> float:
-        prior = _FIRST_RATES[place] if self._prior is None else self._prior._rate(place)
+        prior = self._first[place] if self._prior is None else self._prior._rate(place)
         return (self._right[place] + _PRIOR_WEIGHT * prior) / (self._total[place] + _PRIOR_WEIGHT)

@@ -1,4 +1,4 @@
-"""Drafts of one request: what followed an earlier occurrence of the end of its text."""
+"""Drafts of one request from text: what followed an earlier occurrence of the end of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from npuserve.service.speculation.token_history import MAX_MATCH, TokenHistory
 
 MIN_SHARED_MATCH = 4
 """Least match in another answer. A match in the request's own text is more probable to continue."""
+MIN_EAGER_MATCH = 2
+"""Least match of drafts that are computed whatever they cost."""
 MIN_GAIN = 0.02
 """Least probability that a draft is accepted."""
 
@@ -101,6 +103,11 @@ class Drafter:
                 break
             gains.append(gain)
         return gains
+
+    @property
+    def eager_drafts(self) -> int:
+        """Number of drafts that are computed whatever they cost: twice the length of the match."""
+        return 2 * self.match_length if self.match_length >= MIN_EAGER_MATCH else 0
 
     @property
     def match_length(self) -> int:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from npuserve.service.speculation.acceptance import AcceptanceRates
-from npuserve.service.speculation.drafter import Drafter
+from npuserve.service.speculation.predicted_drafts import FIRST_RATES_BY_DEPTH
 from npuserve.service.speculation.shared_answers import SharedAnswers
 from npuserve.service.speculation.step_costs import StepCosts
 
-Mode = Literal["auto", "suffix"]
+Mode = Literal["auto", "suffix", "mtp", "model"]
 
 MAX_STEP_DRAFTS = 64
 """Most drafts of a step."""
 MAX_ROW_DRAFTS = 15
 """Most drafts of a row."""
-MIN_SUFFIX_MATCH = 2
-"""Least match of a draft with `suffix`."""
 MIN_RATIO = 1.03
 """Least expected speed, relative to overlapped steps, for which steps begin to wait for the step before."""
 RATIO_WEIGHT = 0.3
@@ -42,6 +40,19 @@ SHORT_PAUSE, LONG_PAUSE = 1, 16
 """Tokens between two failed searches."""
 SHARE_SECONDS = 2.0
 """Seconds over which the share is averaged."""
+PROBE_STEPS = 64
+"""Overlapped steps of which one lets the head draft, so that its acceptance is known: less than 1 % of their time."""
+
+
+class DraftSource(Protocol):
+    """Drafts of a request."""
+
+    def gains(self, count: int) -> list[float]:
+        """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row."""
+
+    @property
+    def eager_drafts(self) -> int:
+        """Number of drafts that are computed whatever they cost."""
 
 
 class Candidate(NamedTuple):
@@ -51,7 +62,7 @@ class Candidate(NamedTuple):
     known: tokens of the row before its drafts.
     """
 
-    drafter: Drafter
+    drafter: DraftSource
     limit: int
     known: int = 1
 
@@ -71,21 +82,25 @@ class StepTokens(NamedTuple):
 class Speculator:
     """Drafts of all requests of a server. For one thread; without a clock.
 
-    mode: "suffix" drafts whatever is found; "auto" drafts what is expected to save time.
+    mode: "suffix" drafts whatever is found in text, "mtp" what the model's head predicts, and "model" what a smaller
+        model does; "auto" drafts what is expected to save time, of text and head.
     recomputes: a row with a rejected draft is computed again, since the model has a fixed state.
+    depth: most tokens that the model's head or a smaller model drafts after a row; 0 without these.
     waits: the next step is planned only when no step is in flight.
     shared: ended answers.
-    rates: acceptance of all requests.
+    rates, predicted_rates: acceptance of all requests, of drafts from text and of predicted ones.
     expected_ratio: expected speed with drafts, relative to overlapped steps.
     drafting_seconds: time of searches and choices since the start.
     """
 
-    def __init__(self, mode: Mode, *, recomputes: bool = False) -> None:
+    def __init__(self, mode: Mode, *, recomputes: bool = False, depth: int = 0) -> None:
         self.mode: Mode = mode
+        self.depth = depth
         self._recomputes = recomputes
-        self.waits = mode == "suffix"
+        self.waits = mode != "auto"
         self.shared = SharedAnswers()
         self.rates = AcceptanceRates()
+        self.predicted_rates = AcceptanceRates(first=FIRST_RATES_BY_DEPTH)
         self.costs = StepCosts()
         self.expected_ratio = 1.0
         self.drafting_seconds = 0.0
@@ -93,6 +108,7 @@ class Speculator:
         self._balance: float | None = None  # seconds that drafts have saved, less those they have lost; bounded
         self._overlapped = 0  # overlapped steps since the rows last waited
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
+        self._unpredicted = 0  # steps since the head drafted last
         self._share_seconds = 0.0  # recent seconds of steps, and of drafting
         self._share_drafting = 0.0
 
@@ -112,7 +128,7 @@ class Speculator:
         is_beside_prompts: the step may compute prompts, too.
         """
         budget = min(budget, MAX_STEP_DRAFTS)
-        if self.mode == "suffix":
+        if self.mode != "auto":
             return self._all_drafts(candidates, budget)
         counts = self._review(candidates, load, budget, is_beside_prompts=is_beside_prompts)
         if not self.waits:
@@ -168,6 +184,14 @@ class Speculator:
         if self._balance is None:
             self._balance = FIRST_BALANCE_STEPS * baseline
         self._balance = min(self._balance + seconds, MAX_BALANCE_STEPS * baseline)
+
+    def predicts(self) -> int:
+        """Return the number of tokens that a head or a smaller model drafts after each row of the next step."""
+        if not self.waits and self._unpredicted < PROBE_STEPS:
+            self._unpredicted += 1
+            return 0
+        self._unpredicted = 0
+        return self.depth
 
     def add_drafting(self, seconds: float) -> None:
         """Record the time of searches and choices."""
@@ -255,12 +279,11 @@ class Speculator:
 
     @staticmethod
     def _all_drafts(candidates: Sequence[Candidate], budget: int) -> list[int]:
-        """Return twice the length of each match, within the limits. Rows share the budget equally."""
+        """Return the eager drafts of each candidate, within the limits. Rows share the budget equally."""
         share = max(1, budget // max(1, len(candidates)))
         counts: list[int] = []
         for drafter, limit, _ in candidates:
-            length = drafter.match_length
-            count = min(2 * length if length >= MIN_SUFFIX_MATCH else 0, limit, MAX_ROW_DRAFTS, share, max(0, budget))
+            count = min(drafter.eager_drafts, limit, MAX_ROW_DRAFTS, share, max(0, budget))
             budget -= count
             counts.append(count)
         return counts

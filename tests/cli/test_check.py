@@ -27,7 +27,9 @@ from npuserve.npu.quantization.assignment import Quantization
 from npuserve.npu.quantization.w8a8 import W8A8
 from tests.support.benches import bench
 from tests.support.command import npuserve
+from tests.support.hybrids import random_hybrid
 from tests.support.models import edit_config, random_model, saved
+from tests.support.mtp import add_mtp
 
 ISAS = native.library().isas if native.available() else []
 Capture = pytest.CaptureFixture[str]
@@ -343,3 +345,27 @@ def test_model_is_planned_for_the_given_decode_buckets(
 def test_model_missing_folder_is_named(tmp_path: Path, capsys: Capture) -> None:
     assert main(["check", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"npuserve: model: there is no folder {tmp_path}/none\n"
+
+
+def test_what_drafts_is_part_of_the_plan(tmp_path: Path, capsys: Capture) -> None:
+    """A head and a smaller model take memory for weights and cache; devices and models that cannot draft are named."""
+    hybrid = random_hybrid(3, num_hidden_layers=2, full_attention_interval=2)
+    folder = saved(hybrid, tmp_path / "hybrid")
+    add_mtp(hybrid, folder)
+    settings = ("--device", "cpu", "--kv-cache-memory", "16MiB")
+    _, without = checked(capsys, str(folder), *settings)
+    code, with_head = checked(capsys, str(folder), *settings, "--speculate", "mtp")
+    assert code == 0
+    assert with_head["model"]["bytes"]["weights"] > without["model"]["bytes"]["weights"]
+    assert with_head["model"]["kv_cache_tokens"] < without["model"]["kv_cache_tokens"]
+    model = str(saved(random_model("qwen3"), tmp_path / "model"))
+    _, alone = checked(capsys, model, *settings)
+    code, drafted = checked(capsys, model, *settings, "--speculate", model)
+    assert code == 0
+    assert drafted["model"]["bytes"]["weights"] == 2 * alone["model"]["bytes"]["weights"]
+    assert abs(2 * drafted["model"]["kv_cache_tokens"] - alone["model"]["kv_cache_tokens"]) <= 256
+    code, refused = checked(capsys, model, *settings, "--speculate", "mtp")
+    assert code == 1
+    assert "has no head for multi-token prediction" in refused["model"]["error"]
+    _, refused = checked(capsys, model, *settings, "--speculate", str(folder))
+    assert "cannot draft" in refused["model"]["error"] or "tokens in its vocabulary" in refused["model"]["error"]

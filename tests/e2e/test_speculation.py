@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from npuserve.npu import storyteller
 from npuserve.v1 import generate_pb2 as pb
 from tests.e2e.brittle import BRITTLE
 from tests.e2e.server import Server, request, serving
@@ -47,7 +48,7 @@ def test_drafts_are_accepted_and_reported(server: Server) -> None:
     usage = drafted.finish.usage
     assert 0 < usage.accepted_draft_tokens <= usage.drafted_tokens
     assert usage.generated_tokens == plain.finish.usage.generated_tokens == 60
-    assert server.metric("npuserve_accepted_draft_tokens_total") >= usage.accepted_draft_tokens
+    assert server.metric("npuserve_accepted_draft_tokens_total", kind="suffix") >= usage.accepted_draft_tokens
     assert server.metric("npuserve_undrafted_tokens_total", reason="request") >= 60
 
 
@@ -55,13 +56,26 @@ def test_streams_with_drafts_survive_a_killed_engine(server: Server, kills: Modu
     wanted = kills.asks(8, 150)
     with ThreadPoolExecutor(8) as threads:
         alone = list(threads.map(lambda ask: kills.stream(server.stub, without_drafts(ask)), wanted))
-    before = server.metric("npuserve_draft_tokens_total")
+    before = server.metric("npuserve_draft_tokens_total", kind="suffix")
     killer = kills.Killer(server.target, server.process.pid, 1, (0.2, 0.8), seed=3)
     wrong, answers = kills.disturbed(server.target, killer, wanted, alone)
     assert wrong == []
     assert len(answers) >= len(wanted)
     assert len(killer.killed) == 1
     assert server.metric("npuserve_streams_continued_total", after="engine") > 0
-    assert server.metric("npuserve_draft_tokens_total") > before
+    assert server.metric("npuserve_draft_tokens_total", kind="suffix") > before
     assert server.metric("npuserve_requests_running") == 0
     assert server.metric("npuserve_kv_cache_usage_ratio") == 0
+
+
+def test_smaller_model_drafts() -> None:
+    """The built-in model drafts for itself. Samples at this temperature often differ from its drafts."""
+    asked = request(PHRASE, 60, ignore_eos=True, temperature=0.8, seed=3, logprobs=1, return_token_ids=True)
+    with serving("--dtype", "float32", "--speculate", str(storyteller.FOLDER), "--draft-depth", "2") as server:
+        drafted = server.stub.Generate(asked, timeout=60)
+        plain = server.stub.Generate(without_drafts(asked), timeout=60)
+        assert drafted.token_ids == plain.token_ids
+        assert drafted.logprobs == plain.logprobs
+        usage = drafted.finish.usage
+        assert 0 < usage.accepted_draft_tokens < usage.drafted_tokens
+        assert server.metric("npuserve_accepted_draft_tokens_total", kind="model") == usage.accepted_draft_tokens

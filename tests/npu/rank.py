@@ -72,8 +72,11 @@ class StepReport(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
+    """Report of a rank. accepted: drafts of the model's head that were accepted."""
+
     answers: Answers
     steps: list[StepReport]
+    accepted: int = 0
 
 
 def reports(
@@ -154,6 +157,8 @@ def answer(job: Job, memory: int) -> bytes:
     from npuserve.npu.backends.cpu import CpuBackend
     from npuserve.npu.execution.load import load_runner
     from npuserve.npu.step import SamplingParams
+    from npuserve.service.scheduling.drafting import Drafting
+    from npuserve.service.speculation.speculator import Speculator
     from tests.support.loop import Ask, serve
 
     counted = Counted(None)
@@ -182,10 +187,14 @@ def answer(job: Job, memory: int) -> bytes:
         runner = counted
     asks = [Ask(0, None, {"prompt_ids": prompt, "max_tokens": job.tokens, "sampling": SamplingParams(**sampling)})
             for prompt, sampling in zip(job.prompts, job.sampling, strict=True)]
-    answers, _ = serve(runner, asks, depth=2, pool=runner.num_blocks, seats=4, budget=16)
+    has_state = runner.num_slots > 0
+    drafting = Drafting(
+        Speculator("mtp", recomputes=has_state, depth=2), runner.max_drafts,
+        state_block_size=runner.block_size if has_state else 0) if runner.predicts else Drafting()
+    answers, _ = serve(runner, asks, depth=2, pool=runner.num_blocks, seats=4, budget=16, drafting=drafting)
     return msgspec.json.encode(Report([
         (a.tokens, [one.logprob for one in a.logprobs], [one.logprob for one in a.prompt_logprobs])
-        for a in answers], counted.steps))
+        for a in answers], counted.steps, drafting.accepted))
 
 
 def fork(job: Job, memory: int) -> tuple[int, int]:

@@ -83,6 +83,32 @@ def test_ranks_divide_experts(tmp_path: Path, seed: int, whole: bool, shared: bo
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
+@pytest.mark.parametrize("shared", [SHARED, False])
+def test_ranks_divide_a_head_for_drafts(tmp_path: Path, shared: bool, whole: bool) -> None:
+    """Ranks draft the same, and tokens are those of transformers, which has no drafts."""
+    from tests.support.mixtures import random_mixture
+    from tests.support.models import greedy, saved
+    from tests.support.mtp import add_likely_mtp, damped
+
+    reference = damped(random_mixture(2, **MIXTURES[2]))
+    add_likely_mtp(reference, saved(reference, tmp_path))
+    report = reports(tmp_path, 2, GREEDY, shared=shared, expert_parallel=whole, mtp="on", max_drafts=8)
+    assert [tokens for tokens, *_ in report.answers] == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
+    assert report.accepted > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [SHARED, False])
+def test_ranks_divide_a_smaller_model_that_drafts(folders: dict[str, Path], shared: bool) -> None:
+    """The served model drafts for itself, so all drafts are right, but for rounding."""
+    folder = model(folders, "qwen3")
+    report = reports(folder, 2, GREEDY, shared=shared, draft=str(folder), max_drafts=8)
+    assert report.answers == answers(folder, 1, GREEDY, shared=shared)
+    assert report.accepted > TOKENS
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_cache_dtype": "int8"}, {"lm_head_dtype": "int8"}],
                          ids=["float", "int8-cache", "int8-head"])
 def test_answers_equal_those_of_one_process(folders: dict[str, Path], settings: dict[str, str]) -> None:

@@ -94,13 +94,13 @@ def saved_w8a8(
         for name, weight in list(tensors.items()):
             layer = name.removesuffix(".weight")
             if name.endswith(".weight") and layer.endswith(LINEAR_LAYERS) and quantization.of(layer):
-                tensors |= {f"{layer}.{part}": tensor for part, tensor in _rounded(weight, scheme).items()}
+                tensors |= {f"{layer}.{part}": tensor for part, tensor in rounded(weight, scheme).items()}
         save_file(tensors, path, {"format": "pt"})
     edit_config(folder, quantization_config=quantization.to_json())
     return folder
 
 
-def _rounded(weight: torch.Tensor, scheme: W8A8) -> dict[str, torch.Tensor]:
+def rounded(weight: torch.Tensor, scheme: W8A8) -> dict[str, torch.Tensor]:
     wide = weight.float()
     most = wide.abs().amax(dim=1, keepdim=True) if scheme.per_channel else wide.abs().amax().reshape(1)
     if scheme.blocks:

@@ -25,6 +25,7 @@ class Family:
     ignored: beginnings of the names of tensors that are not loaded.
     zero_centred_norms: the weights of norms in the checkpoint are the factors less 1.
     rotates_part: rotary embeddings may cover a part of a head.
+    read_mtp: returns the decoder layer of the head for multi-token prediction (MTP); None if the family has none.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     zero_centred_norms: bool = False
     rotates_part: bool = False
+    read_mtp: Callable[[Mapping[str, Any]], DecoderLayer] | None = None
 
 
 def repeat(data: Mapping[str, Any], mixer: Layer, mlp: Layer) -> tuple[DecoderLayer, ...]:

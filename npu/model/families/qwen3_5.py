@@ -1,6 +1,7 @@
 """Qwen3.5, 3.6 and 3.8, dense: gated delta net in most layers, gated attention in the others. Text only.
 
-The published checkpoints contain a vision tower and a head for multi-token prediction, which are not loaded.
+The published checkpoints contain a vision tower, which is not loaded, and a head for multi-token prediction (MTP): one
+layer of attention, which is loaded for drafts.
 """
 
 from __future__ import annotations
@@ -38,8 +39,15 @@ def text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def read_layers(data: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
-    mlp = Block("post_attention_layernorm", "mlp", SwiGLU(whole(data, "intermediate_size")))
-    return tuple((mixer, mlp) for mixer in read_mixers(data))
+    return tuple((mixer, _mlp(data)) for mixer in read_mixers(data))
+
+
+def read_mtp(data: Mapping[str, Any]) -> DecoderLayer:
+    return read_attention(data), _mlp(data)
+
+
+def _mlp(data: Mapping[str, Any]) -> Block:
+    return Block("post_attention_layernorm", "mlp", SwiGLU(whole(data, "intermediate_size")))
 
 
 def read_mixers(data: Mapping[str, Any], *, kv_heads: int = 4, fused: bool = False) -> list[Block]:
@@ -52,12 +60,17 @@ def read_mixers(data: Mapping[str, Any], *, kv_heads: int = 4, fused: bool = Fal
     if not flag(data, "attn_output_gate", True):
         raise ModelError("config.json: attn_output_gate: false is not supported; supported: true, as "
                          "in Qwen3.5, 3.6 and 3.8")
+    mixers = {FULL: read_attention(data, kv_heads=kv_heads),
+              LINEAR: Block("input_layernorm", "linear_attn", _delta_net(data, fused=fused))}
+    return [mixers[kind] for kind in _layer_types(data)]
+
+
+def read_attention(data: Mapping[str, Any], *, kv_heads: int = 4) -> Block:
+    """Return the mixer of a layer of attention. kv_heads: as for `read_mixers`."""
     bias = flag(data, "attention_bias", False)
     attention = Attention(*head_counts(data, kv_heads, 256), qk_norm=True, qkv_bias=bias, o_bias=bias,
                           zero_centred=True, output_gate=True)
-    mixers = {FULL: Block("input_layernorm", "self_attn", attention),
-              LINEAR: Block("input_layernorm", "linear_attn", _delta_net(data, fused=fused))}
-    return [mixers[kind] for kind in _layer_types(data)]
+    return Block("input_layernorm", "self_attn", attention)
 
 
 def _delta_net(data: Mapping[str, Any], *, fused: bool) -> GatedDeltaNet:
@@ -92,6 +105,6 @@ def _layer_types(data: Mapping[str, Any]) -> list[str]:
 
 
 QWEN3_5_TEXT = Family("qwen3_5", "Qwen3_5ForCausalLM", 32768, read_layers, text_config=text_config, ignored=("mtp.",),
-                      zero_centred_norms=True, rotates_part=True)
+                      zero_centred_norms=True, rotates_part=True, read_mtp=read_mtp)
 QWEN3_5 = replace(QWEN3_5_TEXT, architecture="Qwen3_5ForConditionalGeneration", prefix="model.language_model.",
                   ignored=("mtp.", "model.visual."))

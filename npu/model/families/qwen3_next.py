@@ -1,6 +1,6 @@
 """Qwen3-Next: the layers of Qwen3.5 with experts. Projections of the gated delta net are fused in the checkpoint.
 
-The published checkpoints contain a head for multi-token prediction, which is not loaded.
+The published checkpoints contain a head for multi-token prediction (MTP), which is loaded for drafts.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ from dataclasses import replace
 from typing import Any
 
 from npuserve.npu.model.families.moe import read_experts, read_mlps
-from npuserve.npu.model.families.qwen3_5 import QWEN3_5_TEXT, read_mixers
+from npuserve.npu.model.families.qwen3_5 import QWEN3_5_TEXT, read_attention, read_mixers
+from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.layers.layer import Block, DecoderLayer
 
 
 def read_layers(data: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
-    experts = read_experts(data, 512, 10, 512, renormalizes=True, shared=512)
     mixers = read_mixers(data, kv_heads=2, fused=True)
     return tuple((mixer, Block("post_attention_layernorm", "mlp", mlp))
-                 for mixer, mlp in zip(mixers, read_mlps(data, experts), strict=True))
+                 for mixer, mlp in zip(mixers, read_mlps(data, _experts(data)), strict=True))
+
+
+def read_mtp(data: Mapping[str, Any]) -> DecoderLayer:
+    return read_attention(data, kv_heads=2), Block("post_attention_layernorm", "mlp", _experts(data))
+
+
+def _experts(data: Mapping[str, Any]) -> Experts:
+    return read_experts(data, 512, 10, 512, renormalizes=True, shared=512)
 
 
 QWEN3_NEXT = replace(
-    QWEN3_5_TEXT, name="qwen3_next", architecture="Qwen3NextForCausalLM", read_layers=read_layers)
+    QWEN3_5_TEXT, name="qwen3_next", architecture="Qwen3NextForCausalLM", read_layers=read_layers, read_mtp=read_mtp)

@@ -5,14 +5,14 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from npuserve.kernels import native
-from npuserve.kernels.native.packed import compacts, packed_words
+from npuserve.kernels.native.packed import PackedWeight, compacts, packed_words
 from npuserve.npu.backends import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.load import load_runner
@@ -25,7 +25,9 @@ from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.rope import cos_sin_table
 from npuserve.npu.model.storage import read_bytes, stored_bytes
 from tests.npu.model.test_weights import storage
+from tests.support.hybrids import random_hybrid
 from tests.support.models import FAMILIES, SIZES, random_model, saved, saved_w8a8
+from tests.support.mtp import add_mtp
 
 CONFIG = ModelConfig.from_dict({**SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16})
 BLOCK = block_bytes(CONFIG, 16, torch.float32, CpuBackend())
@@ -52,6 +54,34 @@ def test_predict_weights_and_cache_equal_allocated(tmp_path, kind, dtype, cpu):
     assert plan.weights == sum(tensor.nbytes for tensor in (table, *storage(weights)))
     cache = StateStore.allocate(config, plan.num_blocks, plan.block_size, made, cpu)
     assert plan.kv_cache == sum(t.nbytes for t in cache.tensors)
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """Return the tensors that weights hold."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, PackedWeight):
+        return [value.words]
+    parts = value if isinstance(value, tuple) else [
+        getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else []
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_predict_head_for_drafts_equals_allocated(tmp_path, dtype, cpu):
+    model = random_hybrid(3, num_hidden_layers=2, full_attention_interval=2)
+    add_mtp(model, saved(model, tmp_path))
+    config, without = (ModelConfig.from_folder(tmp_path, mtp=mtp) for mtp in ("on", "off"))
+    made = getattr(torch, dtype)
+    weights = load_weights(tmp_path, config, made, cpu, lambda done, total: None)
+    head = sum(tensor.nbytes for tensor in tensors_of(weights.mtp))
+    assert head == stored_bytes(config, made, cpu) - stored_bytes(without, made, cpu)
+    plan = predict(config, cpu, dtype=dtype, kv_cache_memory=1 << 20, max_num_seqs=3)
+    caches = [StateStore.allocate(part, plan.num_blocks, plan.block_size, made, cpu, plan.num_slots)
+              for part in (config, config.predictor)]
+    assert plan.kv_cache + plan.fixed_state == sum(tensor.nbytes for cache in caches for tensor in cache.tensors)
+    plans = [predict(part, cpu, dtype=dtype, kv_cache_memory=1 << 20, max_num_seqs=3) for part in (config, without)]
+    assert plans[0].activations > plans[1].activations
 
 
 def test_kv_cache_slow_allocation_shows_progress(monkeypatch, caplog):

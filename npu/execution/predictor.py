@@ -1,0 +1,219 @@
+"""Drafts of the tokens that follow those of a step, by a head for multi-token prediction (MTP) or by a smaller model.
+
+The samples of a row are compared with its drafts, on the device. New drafts follow the sample after the last right one.
+They write keys and values beyond the row, which the next row overwrites.
+
+The MTP head is one layer of attention with keys and values of its own, in the blocks of the request. Its input at
+position p is the model's hidden state there and the token at p + 1; its output predicts the token at p + 2:
+
+    position    p - 1    p      p + 1
+    hidden      h        h
+    next token  x(p)     s                   s: sampled after position p
+    output               m ──► draft 1
+                                m' ──► draft 2, from m and draft 1
+
+1. `forward` computes all tokens of a step, so that the head has keys and values wherever the model has them: of
+   prompts, in blocks of the prefix cache, and after a preemption. Sampled ids are read on the device.
+2. The output after the last right draft predicts the first new one.
+3. Further drafts take the head's own output in place of the model's.
+
+A position's keys and values depend on the token after it, which another request with the same prefix may not have. So
+those of the last position of a cached prefix may belong to another token: a draft becomes less probable, and no answer
+changes.
+
+A smaller model has keys and values of its own, in the same blocks. It computes all tokens of a step, then the sample
+after the last right draft, and each draft but the last.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from npuserve.kernels.attention import AttentionMetadata
+from npuserve.npu.execution.batch import Batch, Part
+from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.sampler import Put
+from npuserve.npu.execution.state_store import StateStore
+from npuserve.npu.model.weights import MtpWeights
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRows:
+    """Rows of a part after which tokens are drafted, those with the most drafts first.
+
+    requests: their requests.
+    counts: number of rows with a 1st, 2nd, ... draft.
+    rows: [N] int64, their numbers in the part.
+    samples, tokens: [N, W] int64, index of each of a row's samples among those of the step, and of the token before it
+        in the part. The last ones repeat.
+    drafts: [N, W] int64, the draft that each sample is compared with; -1 for none.
+    """
+
+    requests: list[int]
+    counts: list[int]
+    rows: Tensor
+    samples: Tensor
+    tokens: Tensor
+    drafts: Tensor
+
+
+class Drafts(NamedTuple):
+    """Drafted tokens [N] int64 of N requests, on the device or on the host."""
+
+    requests: list[int]
+    ids: Tensor
+
+
+class Predictor(ABC):
+    """Source of drafts on the device.
+
+    model: layers that compute the drafts, with an LM head.
+    store: their keys and values.
+    last: ids that the latest step sampled.
+    """
+
+    def __init__(self, model: Model, store: StateStore, block_size: int, last: Tensor) -> None:
+        self.store = store
+        self._model = model
+        self._block_size = block_size
+        self._last = last
+
+    @abstractmethod
+    def prepare(self, batch: Batch) -> None:
+        """Compute what precedes the sampling of a batch. `last` has the ids of the step before."""
+
+    @abstractmethod
+    def draft(self, batch: Batch, hidden: Tensor, drafted: DraftedRows | None) -> list[Drafts]:
+        """Return the 1st, 2nd, ... drafts of the rows of a batch whose tokens are sampled.
+
+        hidden: [T, H] of the served model. drafted: None if no tokens are drafted.
+        """
+
+    def _num_right(self, drafted: DraftedRows) -> Tensor:
+        """Return the number [N, 1] int64 of each row's drafts before the first that differs from its sample."""
+        is_right = self._last[drafted.samples] == drafted.drafts
+        return is_right.to(torch.int64).cumprod(1).sum(1, keepdim=True)
+
+    def _choose(self, requests: list[int], hidden: Tensor) -> Drafts:
+        return Drafts(requests, self._model.argmax(hidden)[:, 0].contiguous())
+
+    def _following(self, batch: Batch, rows: Tensor, positions: Tensor, ids: Tensor) -> Batch:
+        """Return the batch of one token at `positions` of each of `rows`."""
+        tables = batch.attention.block_tables[rows]
+        blocks = tables.gather(1, (positions // self._block_size)[:, None]).flatten().to(torch.int64)
+        context_lens = (positions + 1).to(torch.int32)
+        count = len(rows)
+        attention = AttentionMetadata(
+            tables, context_lens, torch.arange(count + 1, dtype=torch.int32, device=rows.device),
+            context_lens.tolist(), list(range(count + 1)))
+        return replace(batch, ids=ids, positions=positions, attention=attention,
+                       slot_mapping=blocks * self._block_size + positions % self._block_size)
+
+
+class MtpHead(Predictor):
+    """Head of the served model, with its embedding and LM head."""
+
+    def __init__(self, model: Model, store: StateStore, block_size: int, last: Tensor, weights: MtpWeights) -> None:
+        super().__init__(model, store, block_size, last)
+        self._weights = weights
+
+    def prepare(self, batch: Batch) -> None:
+        """Do nothing: the head's input is the model's output."""
+
+    def draft(self, batch: Batch, hidden: Tensor, drafted: DraftedRows | None) -> list[Drafts]:
+        assert batch.next_ids is not None
+        outputs = self.forward(batch, hidden, self._model.kernels.take_ids(batch.next_ids, self._last))
+        if drafted is None:
+            return []
+        tokens = drafted.tokens.gather(1, self._num_right(drafted)).flatten()
+        outputs = outputs[tokens]
+        positions = batch.positions[tokens]
+        result: list[Drafts] = []
+        for count in drafted.counts:
+            if result:
+                positions = positions[:count] + 1
+                ids = result[-1].ids[:count]
+                following = self._following(batch, drafted.rows[:count], positions, ids)
+                outputs = self.forward(following, outputs[:count], ids)
+            result.append(self._choose(drafted.requests[:count], outputs))
+        return result
+
+    def forward(self, batch: Batch, hidden: Tensor, next_ids: Tensor) -> Tensor:
+        """Return the head's output [T, H] after its final norm; write its keys and values.
+
+        hidden: [T, H] of the model, or of an earlier `forward`. next_ids: [T] int64, token after each position.
+        """
+        k = self._model.kernels
+        weights = self._weights
+        eps = self._model.config.rms_norm_eps
+        embedded = k.rms_norm(self._model.embedding(next_ids), weights.embedding_norm, eps)
+        normed = k.rms_norm(hidden.contiguous(), weights.hidden_norm, eps)
+        both = torch.cat((embedded, normed), 1)
+        return self._model.layers(k.linear(both, weights.fc.weight, weights.fc.bias), batch, self.store)
+
+
+class DraftModel(Predictor):
+    """Smaller model with the same vocabulary."""
+
+    def prepare(self, batch: Batch) -> None:
+        """Compute the keys and values of all tokens of a batch."""
+        ids = self._model.kernels.take_ids(batch.ids, self._last)
+        self._model.hidden(replace(batch, ids=ids), self.store)
+
+    def draft(self, batch: Batch, hidden: Tensor, drafted: DraftedRows | None) -> list[Drafts]:
+        if drafted is None:
+            return []
+        num_right = self._num_right(drafted)
+        positions = batch.positions[drafted.tokens.gather(1, num_right).flatten()]
+        ids = self._last[drafted.samples.gather(1, num_right).flatten()]
+        result: list[Drafts] = []
+        for count in drafted.counts:
+            positions = positions[:count] + 1
+            following = self._following(batch, drafted.rows[:count], positions, ids[:count])
+            result.append(self._choose(drafted.requests[:count], self._model.hidden(following, self.store)))
+            ids = result[-1].ids
+        return result
+
+
+def drafted_rows(part: Part, first: int, put: Put) -> DraftedRows | None:
+    """Return the rows of a part after which tokens are drafted; None if there are none.
+
+    first: index of the part's first sample among those of the step.
+    """
+    ends = part.cu_seqlens[1:]
+    begins: list[int] = []
+    for row in part.rows:
+        begins.append(first)
+        first += row.samples
+    numbers = [number for number, row in enumerate(part.rows) if row.predicts]
+    if not numbers:
+        return None
+    rows = part.rows
+    numbers.sort(key=lambda number: -rows[number].predicts)
+    width = max(rows[number].samples for number in numbers)
+    samples: list[list[int]] = []
+    tokens: list[list[int]] = []
+    drafts: list[list[int]] = []
+    for number in numbers:
+        count = rows[number].samples
+        places = [min(place, count - 1) for place in range(width)]
+        of_row = rows[number].token_ids[len(rows[number].token_ids) - count + 1 :]
+        samples.append([begins[number] + place for place in places])
+        tokens.append([ends[number] - count + place for place in places])
+        drafts.append([*of_row, *[-1] * (width - count + 1)])
+    return DraftedRows(
+        [rows[number].request_id for number in numbers],
+        _counts([rows[number].predicts for number in numbers]),
+        *(put(np.array(values, np.int64)) for values in (numbers, samples, tokens, drafts)))
+
+
+def _counts(predicted: Sequence[int]) -> list[int]:
+    """Return the number of rows with a 1st, 2nd, ... draft. predicted: descending."""
+    return [sum(count > depth for count in predicted) for depth in range(predicted[0])]
