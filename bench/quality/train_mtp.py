@@ -5,8 +5,7 @@
     python bench/engine/speculation.py FOLDER --workloads story --modes off mtp auto --temperature 0.8
 
 The first two commands take 40 minutes of two cores with these numbers; `fit --minutes 1` on 300 stories is a trial.
-Model and head are those of transformers, so that no code of the server makes the weights that it is tested with. The
-last command measures acceptance by depth and tokens a second.
+Model and head are trained with transformers. The last command measures acceptance by depth and tokens a second.
 
 `fit` trains the model and the head together. The head learns two depths: its own output takes the place of the model's
 hidden state for the second one, as when it drafts. The weight of its loss is HEAD_WEIGHT.
@@ -29,6 +28,7 @@ from safetensors.torch import load_file, save_file
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
 from bench.quality.train_storyteller import HELD_OUT, VOCABULARY, loops, pack, read_stories
+from npuserve import LLM, SamplingParams
 from npuserve.npu import storyteller
 
 CONTEXT = 2048
@@ -48,25 +48,18 @@ def checkpoint_tensors(head: Any) -> dict[str, torch.Tensor]:
 
 def command_sample(args: argparse.Namespace) -> None:
     """Write stories that the built-in model samples at temperature 0.8."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(storyteller.FOLDER)
-    model = AutoModelForCausalLM.from_pretrained(storyteller.FOLDER, dtype=torch.bfloat16).eval()
     began = time.time()
-    with args.out.open("w") as out:
+    with args.out.open("w") as out, LLM(threads=args.threads) as llm:
         for first in range(0, args.stories, args.batch):
-            start = torch.zeros((min(args.batch, args.stories - first), 1), dtype=torch.long)
-            with torch.inference_mode():
-                rows = model.generate(start, attention_mask=torch.ones_like(start), do_sample=True, top_k=0,
-                                      temperature=0.8, max_new_tokens=args.length, pad_token_id=0)
-            for row in rows.tolist():
-                ids = row[1:]
-                text = tokenizer.decode(ids[: ids.index(0)] if 0 in ids else ids).strip()
-                if text and not loops(text):
-                    out.write(json.dumps({"text": text, "ended": 0 in ids}) + "\n")
-            print(f"{first + len(rows)} stories, {time.time() - began:.0f} s", flush=True)
+            seeds = range(first, min(first + args.batch, args.stories))
+            outputs = llm.generate(
+                [{"prompt_token_ids": [0]}] * len(seeds),
+                [SamplingParams(temperature=0.8, max_tokens=args.length, seed=seed) for seed in seeds])
+            for output in outputs:
+                story = output.outputs[0]
+                if (text := story.text.strip()) and not loops(text):
+                    out.write(json.dumps({"text": text, "ended": story.finish_reason == "stop"}) + "\n")
+            print(f"{seeds.stop} stories, {time.time() - began:.0f} s", flush=True)
 
 
 def make_models() -> tuple[Any, Any]:

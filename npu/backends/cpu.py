@@ -268,7 +268,8 @@ class CpuBackend(Backend):
     name = "cpu"
     capabilities = Capabilities(
         dtypes=("float32", "bfloat16"), vocabulary_tile=64, int8_zeros=True, int4=True, w4a8=True, experts=True,
-        block_size=128, cache_dtypes=(torch.int8,), fixed_state=True, predicts=True, collectives="gloo", shares_memory=True)
+        block_size=128, cache_dtypes=(torch.int8,), fixed_state=True, predicts=True, collectives="gloo",
+        shares_memory=True)
 
     def __init__(
         self, native: bool = built(), settings: DeviceSettings = DEFAULT_SETTINGS,

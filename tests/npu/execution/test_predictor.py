@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def test_models_that_cannot_draft_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has 128 tokens in its vocabulary, the served one 100"):
         load(folder, draft=other, max_num_batched_tokens=48)
     device = CpuBackend()
-    device.predicts = False
+    device.capabilities = replace(device.capabilities, predicts=False)
     with pytest.raises(BackendError, match="a model that drafts is not possible on cpu"):
         check_draft_device(folder, device, None)
 
@@ -264,7 +265,7 @@ def test_head_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
     assert load(tmp_path, mtp="auto", max_num_batched_tokens=48).predicts
     assert not load(tmp_path, max_num_batched_tokens=48).predicts
     device = CpuBackend()
-    device.predicts = False
+    device.capabilities = replace(device.capabilities, predicts=False)
     assert possible_mtp("auto", device, None) == "off"
     with pytest.raises(BackendError, match="mtp is not possible on cpu; possible are off, auto and suffix"):
         possible_mtp("on", device, None)
