@@ -25,7 +25,7 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
-from npuserve.npu.step import SamplingParams
+from npuserve.npu.step import Row, SamplingParams, StepResult
 from npuserve.service.speculation.speculator import Mode
 from tests.npu.execution.test_runner import load
 from tests.npu.execution.test_speculation_loop import asks as random_asks
@@ -115,6 +115,18 @@ def test_models_that_cannot_draft_are_refused(tmp_path: Path) -> None:
     device.capabilities = replace(device.capabilities, predicts=False)
     with pytest.raises(BackendError, match="a model that drafts is not possible on cpu"):
         check_draft_device(folder, device, None)
+
+
+def test_drafts_are_dropped_if_they_follow_other_samples() -> None:
+    """The host may accept fewer samples than the device: a request ends, or a mask is missing."""
+    row = Row(0, [5, 6, 7], 10, [0], samples=3)
+    for samples, valid in (([6, 9, 8], 2), ([6, 7, 8], 3), ([4, 7, 8], 1)):
+        result = StepResult({0: samples}, {}, {}, 0.0, drafts={0: [1, 2]})
+        assert [count for count in range(5) if result.drafts_after(row, count)] == [valid]
+        assert result.drafts_after(row, valid) == [1, 2]
+    single = StepResult({0: [4], 1: [3]}, {}, {}, 0.0, drafts={0: [1]})
+    assert single.drafts_after(Row(0, [5], 10, [0], samples=1), 1) == [1]
+    assert single.drafts_after(Row(1, [5], 10, [0], samples=1), 1) == []
 
 
 class Served(NamedTuple):
