@@ -11,22 +11,22 @@ from typing import Any
 
 from npuserve.npu.model.families.moe import read_experts, read_mlps
 from npuserve.npu.model.families.qwen3_5 import QWEN3_5_TEXT, read_attention, read_mixers
-from npuserve.npu.model.layers.experts import Experts
-from npuserve.npu.model.layers.layer import Block, DecoderLayer
+from npuserve.npu.model.layers.layer import Block, DecoderLayer, Layer
 
 
 def read_layers(data: Mapping[str, Any]) -> tuple[DecoderLayer, ...]:
     mixers = read_mixers(data, kv_heads=2, fused=True)
     return tuple((mixer, Block("post_attention_layernorm", "mlp", mlp))
-                 for mixer, mlp in zip(mixers, read_mlps(data, _experts(data)), strict=True))
+                 for mixer, mlp in zip(mixers, _mlps(data), strict=True))
 
 
 def read_mtp(data: Mapping[str, Any]) -> DecoderLayer:
-    return read_attention(data, kv_heads=2), Block("post_attention_layernorm", "mlp", _experts(data))
+    """Return the layer of the head. Its number is 0 where the kind of its MLP depends on the number."""
+    return read_attention(data, kv_heads=2), Block("post_attention_layernorm", "mlp", _mlps(data)[0])
 
 
-def _experts(data: Mapping[str, Any]) -> Experts:
-    return read_experts(data, 512, 10, 512, renormalizes=True, shared=512)
+def _mlps(data: Mapping[str, Any]) -> list[Layer]:
+    return read_mlps(data, read_experts(data, 512, 10, 512, renormalizes=True, shared=512))
 
 
 QWEN3_NEXT = replace(

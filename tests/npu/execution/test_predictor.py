@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
-from transformers.modeling_layers import MtpModel
 
 from npuserve.kernels import native
 from npuserve.npu.backends.base import BackendError
@@ -30,10 +29,9 @@ from npuserve.service.speculation.speculator import Mode
 from tests.npu.execution.test_runner import load
 from tests.npu.execution.test_speculation_loop import asks as random_asks
 from tests.npu.execution.test_speculation_loop import equal
-from tests.support import constrained
+from tests.support import constrained, mixtures
 from tests.support.hybrids import ask, prompts, random_hybrid, settings_of, use_recurrent_rule
 from tests.support.loop import Ask, serve
-from tests.support.mixtures import random_mixture
 from tests.support.models import greedy, random_model, saved, saved_w8a8
 from tests.support.mtp import RecordedDrafting, add_likely_mtp, add_mtp, damped, drafts_of, round_mtp
 
@@ -62,12 +60,33 @@ def test_drafts_equal_transformers(tmp_path: Path, seed: int) -> None:
     assert max(len(drafts) for _, drafts in drafting.drafts) == 1 + seed % 3
 
 
+@pytest.mark.parametrize(("seed", "stacked"), [
+    (2, True), (1, False), *(pytest.param(seed, seed % 2 == 0, marks=pytest.mark.slow) for seed in (4, 5, 7, 8))])
+def test_drafts_of_experts_equal_transformers(
+    tmp_path: Path, seed: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3.5 with experts, and Qwen3-Next. The experts of the checkpoint are stacked, or one by one."""
+    mixtures.use_recurrent_rule(monkeypatch)
+    model = mixtures.random_mixture(seed)
+    head = add_mtp(model, saved(model, tmp_path), seed)
+    mixtures.restack(tmp_path, stacked=stacked)
+    runner = load(tmp_path, dtype="float32", max_num_batched_tokens=16, max_drafts=12, mtp="on")
+    drafting = RecordedDrafting(2, runner.max_drafts, runner.block_size if runner.num_slots else 0)
+    chosen = prompts(3, seed)
+    asks = [ask(prompt, 10, 2 * index, bypass_prefix_cache=True) for index, prompt in enumerate(chosen)]
+    answers, _ = serve(runner, asks, 2, 64, 4, 16, drafting=drafting)
+    for prompt, answer in zip(chosen, answers, strict=True):
+        assert answer.tokens == greedy(model, prompt, 10)
+    assert len(drafting.drafts) > 10
+    for tokens, drafts in drafting.drafts:
+        assert drafts == drafts_of(model, head, tokens, len(drafts))
+
+
 @pytest.mark.parametrize("pool", [40, 12])
 def test_drafts_after_prefix_hits_and_preemptions_equal_transformers(tmp_path: Path, pool: int) -> None:
     """Prompts that share a prefix share the token after its blocks, so the head's keys and values are those of each."""
-    model = damped(random_hybrid(3, num_hidden_layers=4, full_attention_interval=2))
-    add_likely_mtp(model, saved(model, tmp_path))
-    head = MtpModel.from_pretrained(model).eval()
+    model = random_hybrid(3, num_hidden_layers=4, full_attention_interval=2)
+    head = add_mtp(model, saved(model, tmp_path))
     runner = load(tmp_path, dtype="float32", max_num_batched_tokens=48, max_drafts=12, mtp="on")
     drafting = RecordedDrafting(2, runner.max_drafts, runner.block_size)
     chosen = prompts(9, 7)
@@ -144,8 +163,8 @@ class Served(NamedTuple):
 
 MODELS = {
     "hybrid": lambda: random_hybrid(3, num_hidden_layers=4, full_attention_interval=2, vocab_size=100),
-    "hybrid with experts": lambda: random_mixture(5, layer_types=["linear_attention", "full_attention"],
-                                                  num_hidden_layers=2, vocab_size=100),
+    "hybrid with experts": lambda: mixtures.random_mixture(
+        5, layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, vocab_size=100),
     "draft model": lambda: random_model("qwen3", max_position_embeddings=128),
 }
 
