@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -345,7 +345,7 @@ def test_sampler_counts_only_with_penalties() -> None:
 
 
 def test_sampler_slots_belong_to_live_requests_with_penalties(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CPU, "sampler_filters", (Filters.ANY,))
+    monkeypatch.setattr(CPU, "capabilities", replace(CPU.capabilities, sampler_filters=(Filters.ANY,)))
     made, penalized = Sampler(KernelSet("none"), VOCABULARY, CPU, 1), SamplingParams(presence_penalty=1.0)
     for request, params in enumerate([SamplingParams(), penalized, penalized]):
         made.add(NewRequest(request, [1], [], params))

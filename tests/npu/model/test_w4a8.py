@@ -102,7 +102,7 @@ def test_w4a8_is_refused_by_name_on_other_devices(name):
     Other.name = name
     with pytest.raises(BackendError, match=rf"quantization_config: weights of 4 bits \(num_bits: 4\) with int8 "
                                            rf"input_activations \(W4A8\) are not possible on {name}; possible are"):
-        check_schemes(SimpleNamespace(schemes=[W4A8(W4A16())]), Other(native=False))
+        check_schemes(SimpleNamespace(schemes=[W4A8(W4A16())], draft=None), Other(native=False))
 
 
 def test_w4a8_numbers_beyond_4_bits_are_refused(tmp_path, backend):
