@@ -140,6 +140,21 @@ def table_as(table: Tensor, dtype: torch.dtype) -> Tensor:
     return made  # type: ignore[no-any-return]
 
 
+_wide: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def keep_float32(x: Tensor, wide: Tensor) -> Tensor:
+    """Return x, and keep its numbers in float32 for `in_float32` while x lives."""
+    _wide[x] = wide
+    return x
+
+
+def in_float32(x: Tensor) -> Tensor:
+    """Return activations in float32: those of `keep_float32`, or a cast, which is a launch."""
+    wide = _wide.get(x)
+    return x.float() if wide is None else wide
+
+
 def first_true(condition: Tensor) -> Tensor:
     """Return the index of the first true number of each row of [R, N]: [R, 1] int64; N for a row without one.
 
@@ -158,9 +173,9 @@ def one_group(tokens: int, device: torch.device) -> Tensor:
 
 
 def fractal_nz(weight: Tensor) -> Tensor:
-    """Convert weight [N, K] int8 on the device to [K, N] in FRACTAL_NZ, the fastest format of npu_quant_matmul."""
+    """Convert weight [..., N, K] int8 on the device to [..., K, N] in FRACTAL_NZ, the fastest format of products."""
     torch.npu.config.allow_internal_format = True
-    return torch_npu.npu_format_cast(weight.t().contiguous(), FRACTAL_NZ)  # type: ignore[no-any-return]
+    return torch_npu.npu_format_cast(weight.transpose(-2, -1).contiguous(), FRACTAL_NZ)  # type: ignore[no-any-return]
 
 
 def to_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -169,7 +184,8 @@ def to_device(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def implementation(
-    kernel: Kernel[..., Any], adapt: Adapter = to_device, restore: Adapter = to_host
+    kernel: Kernel[..., Any], adapt: Adapter = to_device, restore: Adapter = to_host,
+    result: Callable[[Any], Any] = lambda result: result,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the kernel's on Ascend; see `Kernel.implementation`."""
-    return kernel.implementation(LABEL, adapt=adapt, restore=restore)
+    return kernel.implementation(LABEL, adapt=adapt, restore=restore, result=result)

@@ -15,15 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from npuserve.kernels import native, triton
+from npuserve.kernels import ascend, native, triton
+from npuserve.kernels.ascend import torch_npu
+from npuserve.kernels.ascend_experts import AscendRouting, routing_of
 from npuserve.kernels.int4_weight import int4_of
-from npuserve.kernels.quantize import native_quantize, quantize
+from npuserve.kernels.quantize import ascend_quantize, int8_of, native_quantize, quantize
 from npuserve.kernels.quantized import DYNAMIC, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Quantized, Scheme, scheme_of
 from npuserve.kernels.quantized_weight import weight_of
-from npuserve.kernels.registry import Case, kernel, map_leaves
+from npuserve.kernels.registry import Case, kernel, map_leaves, to_host
 from npuserve.kernels.routing import Routing
 from npuserve.kernels.swiglu import swiglu
-from npuserve.kernels.weight import Weight, form_of, packed
+from npuserve.kernels.weight import Weight, floats_of, form_of, packed
 
 FLIPS = 3e-2
 """Tolerance of products whose x is quantized inside, as for `linear`."""
@@ -60,7 +62,8 @@ def route_experts(
     all experts, or over the chosen ones if `renormalize`.
 
     first, count: experts of this rank; the places of others are -1.
-    tokens: [count] int64, to which the number of each expert's rows is added; or None.
+    tokens: [count] int64, to which the number of each expert's rows is added; or None. On Ascend the first product
+        adds it, once the rows are ordered.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = F.linear(x.to(wide), weight.to(wide))
@@ -141,6 +144,11 @@ def _features(numbers: str, rows: int) -> dict[str, Any]:
             "w4a8": numbers.startswith("w4a8"), "tolerance": 0 if is_exact else FLIPS}
 
 
+def _is_ragged(numbers: str, columns: int) -> bool:
+    """Return True if groups of a case's numbers do not divide its columns."""
+    return _has_4_bits(numbers) and columns > (size := int(numbers.split()[-1])) and columns % size > 0
+
+
 Shape = tuple[int, int, int, int, int]
 """Tokens, experts, top k, K, I."""
 
@@ -155,18 +163,21 @@ def _name(shape: Shape, numbers: str, *, one: bool) -> str:
 
 
 def _swiglu_case(
-    shape: Shape, numbers: str = "", scheme: str = "", *, one: bool = False, benchmark: bool = False
+    shape: Shape, numbers: str = "", scheme: str = "", *, one: bool = False, given: bool = False,
+    benchmark: bool = False,
 ) -> Case:
+    """Return a case. given: x is in int8."""
     tokens, experts, top_k, k, width = shape
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-        x = torch.randn(tokens, k, generator=generator).to(dtype)
+        floats = torch.randn(tokens, k, generator=generator)
+        x = int8_of(floats, generator, DYNAMIC) if given else floats.to(dtype)
         weight = _weight(generator, experts * 2 * width, k, dtype, numbers)
         routing = _routing(generator, tokens, experts, top_k, one=one)
         return x, weight, routing, scheme_of(scheme, generator)
 
-    return Case(_name(shape, numbers, one=one) + (scheme and " to " + scheme), make, benchmark,
-                **_features(numbers, experts * 2 * width))
+    name = _name(shape, numbers, one=one) + (" given" if given else "") + (scheme and " to " + scheme)
+    return Case(name, make, benchmark, ragged=_is_ragged(numbers, k), **_features(numbers, experts * 2 * width))
 
 
 @kernel("experts_swiglu", by_layer=True, cases=[
@@ -176,14 +187,17 @@ def _swiglu_case(
     *(_swiglu_case(shape, numbers) for numbers in ("int4 32", "w4a8 32") for shape in _SHAPES),
     *(_swiglu_case(shape, numbers, numbers) for numbers in ("float8", "grouped float8") for shape in _FLOAT8_SHAPES),
     _swiglu_case((21, 5, 2, 200, 48), "int4 zeros 64"),
+    *(_swiglu_case(shape, "int8", "int8", given=True) for shape in _SHAPES),
     *(_swiglu_case(shape, benchmark=True) for shape in _QWEN3_30B)])
-def experts_swiglu(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
+def experts_swiglu(
+    x: Tensor | Quantized, weight: Weight, routing: Routing, scheme: Scheme | None = None
+) -> Tensor | Quantized:
     """Apply `linear_swiglu` of each expert to its rows of x [T, K]; weight: [E * 2 I, K]. Returns [T k, I] by place.
 
     scheme: quantizes the result; None leaves it as it is. Rows of places that are not in use are undefined.
     """
     form = form_of(weight)
-    given = _by_place(x if form.inputs is None else quantize(x, form.inputs), routing)
+    given = _by_place(x if form.inputs is None or isinstance(x, Quantized) else quantize(x, form.inputs), routing)
     gated = torch.zeros(len(given), len(form) // routing.experts // 2, dtype=form.dtype, device=routing.places.device)
     for rows, of_expert in _parts(form, routing):
         gated[rows] = swiglu(of_expert.linear(_rows(given, rows), None))
@@ -231,7 +245,7 @@ def _sum_case(
         return gated, weight, routing, *(torch.randn(tokens, n, generator=generator).to(dtype) for n in (hidden, 1))
 
     return Case(_name(shape, numbers, one=one) + (" shared" if shared else ""), make, benchmark,
-                **_features(numbers, experts * hidden))
+                ragged=_is_ragged(numbers, width), **_features(numbers, experts * hidden))
 
 
 @kernel("experts_sum", by_layer=True, cases=[
@@ -284,23 +298,29 @@ def _grouped(
 
 
 @native.implementation(experts_swiglu, adapt=packed)
-def _(x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None) -> Tensor | Quantized:
+def _(
+    x: Tensor | Quantized, weight: Weight, routing: Routing, scheme: Scheme | None = None
+) -> Tensor | Quantized:
     form = form_of(weight)
     tokens, top_k = routing.places.shape
     calls: list[native.Call] = []
     rows: Tensor | Quantized
     if form.inputs is None:
+        x = floats_of(x)
         rows = native.empty(tokens * top_k, x.shape[1], dtype=x.dtype)
         calls.append(("gather_experts", x.dtype, [x, routing.places, rows], [*x.shape, top_k]))
     else:
-        given, call = native_quantize(x, form.inputs)
-        calls.append(call)
+        if isinstance(x, Quantized):
+            given = x
+        else:
+            given, call = native_quantize(x, form.inputs)
+            calls.append(call)
         rows = replace(given, **{
             name: native.empty(tokens * top_k, *part.shape[1:], dtype=part.dtype)
             for name in ("values", "scale", "zero", "sums") if (part := getattr(given, name)) is not None})
         pairs = (given.scale, rows.scale), (given.zero, rows.zero), (given.sums, rows.sums)
         tensors = [given.values, routing.places, rows.values, *(each for pair in pairs for each in pair)]
-        calls.append(("gather_experts_int8", torch.int8, tensors, [*x.shape, top_k]))
+        calls.append(("gather_experts_int8", torch.int8, tensors, [*given.values.shape, top_k]))
     gated, product = _grouped("linear_swiglu_experts", rows, form, routing, len(form) // routing.experts // 2)
     calls += product
     if scheme is None:
@@ -350,3 +370,68 @@ def _(
     form = form_of(weight)
     results = launch_experts.experts_linear(form.cuda_input(x), form, routing)
     return launch_experts.sum_experts(results, routing, shared, gate)
+
+
+# Ascend
+
+
+def _to_ascend(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a case's arguments of a product as the Ascend implementations take them."""
+    x, weight, routing, *rest = args
+    form = form_of(weight)
+    order = routing_of(routing.weights, routing.places, routing.begins, form.dtype)
+    x, form, order, *rest = ascend.to_device((x, form, order, *rest))
+    return x, form.for_ascend(table=False, experts=routing.experts), order, *rest
+
+
+def _from_ascend(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, weight, _, *rest = to_host(args)
+    return x, form_of(weight).from_ascend(), None, *rest
+
+
+def _golden_routing(routing: AscendRouting) -> Routing:
+    """Return the golden form of a routing whose rows were not gathered yet."""
+    routing.gather(routing.weights.new_zeros(len(routing.chosen), native.LANES), None)
+    places, groups = routing.gathered
+    begins = F.pad(groups.tokens.cumsum(0), (1, 0)).int()
+    return Routing(routing.weights, places.view_as(routing.chosen), begins)
+
+
+@ascend.implementation(route_experts, result=_golden_routing)
+def _(
+    x: Tensor, weight: Tensor, top_k: int, renormalize: bool, first: int, count: int, tokens: Tensor | None = None
+) -> AscendRouting:
+    """Multiply in float32, as the other devices do: a rounded logit may choose another expert."""
+    logits = F.linear(ascend.in_float32(x), ascend.table_as(weight, torch.float32))
+    weights, chosen, _ = torch_npu.npu_moe_gating_top_k_softmax_v2(logits, k=top_k, renorm=int(renormalize))
+    if x.dtype == torch.float16:  # beside which the sum takes weights of the same dtype
+        weights = weights.to(x.dtype)
+    return AscendRouting(weights, chosen, first, count, len(weight), tokens)
+
+
+@ascend.implementation(experts_swiglu, adapt=_to_ascend, restore=_from_ascend)
+def _(
+    x: Tensor | Quantized, weight: Weight, routing: AscendRouting, scheme: Scheme | None = None
+) -> Tensor | Quantized:
+    form = form_of(weight)
+    rows = routing.gather(x, form.inputs)
+    _, groups = routing.gathered
+    fused = form.ascend_grouped_swiglu(rows, groups, scheme)
+    if fused is not None:
+        return fused
+    gated: Tensor = torch_npu.npu_swiglu(form.ascend_grouped(rows, groups), dim=-1)
+    return gated if scheme is None else ascend_quantize(gated, scheme)
+
+
+@ascend.implementation(experts_sum, adapt=_to_ascend, restore=_from_ascend)
+def _(
+    x: Tensor | Quantized, weight: Weight, routing: AscendRouting, shared: Tensor | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    form = form_of(weight)
+    if form.inputs is not None and not isinstance(x, Quantized):
+        x = ascend_quantize(x, form.inputs)
+    _, groups = routing.gathered
+    if shared is not None and gate is not None:
+        shared = shared * torch.sigmoid(gate)
+    return routing.sum(form.ascend_grouped(x, groups), shared)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import native
+from npuserve.kernels.ascend_groups import Groups
 from npuserve.kernels.ascend_int4 import AscendInt4
 from npuserve.kernels.int4 import SCALE_TYPES, Int4, PackedInt4, PlainInt4, dequantized, rounded, to_words
 from npuserve.kernels.quantize import native_quantize, quantize
@@ -119,21 +120,28 @@ class Int4Weight(WeightForm):
     def native_rows(self, ids: Tensor, out: Tensor) -> NoReturn:
         raise TypeError("table: an embedding table has no numbers of 4 bits")
 
-    def for_ascend(self, *, table: bool) -> Int4Weight:
+    def for_ascend(self, *, table: bool, experts: int = 0) -> Int4Weight:
         assert isinstance(self.numbers, PlainInt4)
-        return replace(self, numbers=AscendInt4.pack(self.numbers, self.dtype))
+        return replace(self, numbers=AscendInt4.pack(self.numbers, self.dtype, experts))
 
     def from_ascend(self) -> Int4Weight:
         return replace(self, numbers=self.numbers.rows(torch.arange(len(self))))
 
-    def prepare_for_ascend(self, *, table: bool) -> None:
-        self.numbers = self.for_ascend(table=table).numbers
+    def prepare_for_ascend(self, *, table: bool, experts: int = 0) -> None:
+        self.numbers = self.for_ascend(table=table, experts=experts).numbers
 
     def ascend_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
+        return self._ascend_numbers.product(floats_of(x), bias)
+
+    def ascend_grouped(self, x: Tensor | Quantized, groups: Groups) -> Tensor:
+        return self._ascend_numbers.grouped_product(floats_of(x), groups)
+
+    @property
+    def _ascend_numbers(self) -> AscendInt4:
         assert isinstance(self.numbers, AscendInt4)
         if self.inputs is not None:
             raise TypeError("weight: weights of 4 bits take no int8 activations on Ascend")
-        return self.numbers.product(floats_of(x), bias)
+        return self.numbers
 
     def ascend_rows(self, ids: Tensor) -> NoReturn:
         raise TypeError("table: an embedding table has no numbers of 4 bits")

@@ -36,16 +36,24 @@ def native_gamma(gamma: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | Non
 
 
 def _case(
-    inputs: int, tokens: int, hidden: int, scheme: str, benchmark: bool = False, wide_gamma: bool = False
+    inputs: int, tokens: int, hidden: int, scheme: str, benchmark: bool = False, wide_gamma: bool = False,
+    widens: bool = False,
 ) -> Case:
-    """Return a case. inputs: 1 for x, 2 for x and the residual. wide_gamma: gamma is in float32."""
+    """Return a case.
+
+    inputs: 1 for x, 2 for x and the residual.
+    wide_gamma: gamma is in float32.
+    widens: of `add_rms_norm`.
+    """
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         added = torch.randn(inputs, tokens, hidden, generator=generator).to(dtype)
         gamma = torch.rand(hidden, generator=generator).add(0.5)
-        return *added, gamma if wide_gamma else gamma.to(dtype), 1e-6, scheme_of(scheme, generator)
+        given = *added, gamma if wide_gamma else gamma.to(dtype), 1e-6, scheme_of(scheme, generator)
+        return (*given, True) if widens else given
 
     name = f"{tokens}x{hidden}{scheme and ' ' + scheme}{' float32 gamma' if wide_gamma else ''}"
+    name += " in float32, too" if widens else ""
     return Case(name, make, benchmark, zeros=scheme in ZEROS,
                 float8=scheme in FLOAT8_SCHEMES)
 
@@ -68,11 +76,14 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None)
     return normed if scheme is None else quantize(normed, scheme)
 
 
-@kernel("add_rms_norm", cases=_cases(2))
+@kernel("add_rms_norm", cases=[*_cases(2), _case(2, 5, 64, "", widens=True)])
 def add_rms_norm(
-    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None, widens: bool = False
 ) -> tuple[Tensor | Quantized, Tensor]:
-    """Return (rms_norm of x + residual, x + residual); x, residual: [T, H], gamma: [H]."""
+    """Return (rms_norm of x + residual, x + residual); x, residual: [T, H], gamma: [H].
+
+    widens: a kernel that follows computes in float32. A backend may write the norm in it, too.
+    """
     total = x + residual
     return rms_norm.golden(total, gamma, eps, scheme), total
 
@@ -102,7 +113,7 @@ def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Ten
 
 @native.implementation(add_rms_norm)
 def _(
-    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None, widens: bool = False
 ) -> tuple[Tensor | Quantized, Tensor]:
     total = native.empty(*x.shape, dtype=x.dtype)
     return _native("add_rms_norm", x, residual, gamma, eps, scheme, total), total
@@ -117,10 +128,13 @@ def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Ten
 
 @ascend.implementation(add_rms_norm)
 def _(
-    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None, widens: bool = False
 ) -> tuple[Tensor | Quantized, Tensor]:
-    """Use one fused operator for a dynamic scheme. The operators take gamma in x's dtype."""
+    """Use one fused operator for a dynamic scheme, or for a copy in float32. The operators take gamma in x's dtype."""
     weight = ascend.table_as(gamma, x.dtype)
+    if widens and scheme is None and x.dtype != torch.float32:
+        wide, out, _, total = torch_npu.npu_add_rms_norm_cast(x, residual, weight, eps)
+        return ascend.keep_float32(out, wide), total
     if ascend_fuses(scheme):
         values, _, total, scale, _ = torch_npu.npu_add_rms_norm_dynamic_quant(
             x, residual, weight, epsilon=eps, output_mask=[True, False])
@@ -138,7 +152,7 @@ def _(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Ten
 
 @triton.implementation(add_rms_norm)
 def _(
-    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None, widens: bool = False
 ) -> tuple[Tensor | Quantized, Tensor]:
     from npuserve.kernels.triton import launch_rows
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
+from npuserve.kernels.ascend_groups import MAX_FUSED_COLUMNS, Groups
 from npuserve.kernels.native.packed import Matrix, PackedWeight, dense, first_row, packed_of, rows_of, tensor_of, write
 from npuserve.kernels.quantize import ascend_fuses, ascend_quantize, int8_of, native_quantize, quantize
 from npuserve.kernels.quantized import DYNAMIC, FLOAT8, GROUP, Quantized, Scheme
@@ -140,16 +141,19 @@ class QuantizedWeight(WeightForm):
         words = packed_of(self.values).words
         return "embedding_int8", self.dtype, [ids, words, out, self.scale, self.zero], [*out.shape]
 
-    def for_ascend(self, *, table: bool) -> QuantizedWeight:
-        """Return the weight with values [K, N], in FRACTAL_NZ unless rows are read as embeddings too."""
+    def for_ascend(self, *, table: bool, experts: int = 0) -> QuantizedWeight:
+        """Return the weight with values [K, N], or [E, K, N], in FRACTAL_NZ unless rows are read as embeddings too."""
         values = tensor_of(self.values)
-        return replace(self, values=values.t() if table else ascend.fractal_nz(values))
+        if table:
+            return replace(self, values=values.t())
+        matrices = values.view(experts, -1, values.shape[1]) if experts else values
+        return replace(self, values=ascend.fractal_nz(matrices))
 
     def from_ascend(self) -> QuantizedWeight:
-        return replace(self, values=tensor_of(self.values).t())
+        return replace(self, values=tensor_of(self.values).transpose(-2, -1).reshape(len(self), -1))
 
-    def prepare_for_ascend(self, *, table: bool) -> None:
-        tensor_of(self.values).data = tensor_of(self.for_ascend(table=table).values)
+    def prepare_for_ascend(self, *, table: bool, experts: int = 0) -> None:
+        tensor_of(self.values).data = tensor_of(self.for_ascend(table=table, experts=experts).values)
 
     def ascend_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
         given = self._ascend_input(x)
@@ -171,6 +175,26 @@ class QuantizedWeight(WeightForm):
             product, weight_scale=self.scale.unsqueeze(0), activation_scale=given.scale.unsqueeze(1),
             group_index=ascend.one_group(len(product), product.device), activate_left=True, quant_mode=1)
         return Quantized(values, scale)
+
+    def ascend_grouped(self, x: Tensor | Quantized, groups: Groups) -> Tensor:
+        """Round the scales to bfloat16 beside results in it, as the operator requires."""
+        given = self._ascend_input(x)
+        scale = ascend.table_as(self.scale, torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32)
+        return groups.multiply(
+            given.values, tensor_of(self.values), scale=[scale.view(len(groups.tokens), -1)],
+            per_token_scale=[given.scale], output_dtype=self.dtype)
+
+    def ascend_grouped_swiglu(
+        self, x: Tensor | Quantized, groups: Groups, scheme: Scheme | None
+    ) -> Quantized | None:
+        scale = self.scale.view(len(groups.tokens), -1)
+        if scale.shape[1] > MAX_FUSED_COLUMNS or not ascend_fuses(scheme):
+            return None
+        given = self._ascend_input(x)
+        values, by = torch_npu.npu_grouped_matmul_swiglu_quant_v2(
+            given.values, [tensor_of(self.values)], [scale], given.scale, groups.tokens, dequant_dtype=0,
+            group_list_type=1)
+        return Quantized(values, by)
 
     def _ascend_input(self, x: Tensor | Quantized) -> Quantized:
         given = x if isinstance(x, Quantized) else ascend_quantize(x, self.inputs)

@@ -48,6 +48,7 @@ class Case:
     float8: it has float8 numbers.
     int4: rows of its weight of 4 bits; 0 without one.
     w4a8: activations beside the weight of 4 bits are int8.
+    ragged: groups of 4 bits do not divide the columns of experts.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case:
     float8: bool = False
     int4: int = 0
     w4a8: bool = False
+    ragged: bool = False
     tolerance: float = 0.0
 
 
@@ -93,11 +95,13 @@ class Implementation(Generic[P, R]):
     adapt: converts golden arguments to this implementation's form, such as packed weights or the device's cache
         layout. Tests and benchmarks use it.
     restore: converts adapted arguments back to the golden form, after a call.
+    result: converts a result to the golden form, before `restore`.
     """
 
     function: Callable[P, R]
     adapt: Adapter = lambda args: args
     restore: Adapter = lambda args: args
+    result: Callable[[Any], Any] = lambda result: result
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from npuserve.kernels import ascend, native
+from npuserve.kernels.ascend_groups import Groups
 from npuserve.kernels.native.packed import (
     Matrix,
     PackedWeight,
@@ -144,15 +145,19 @@ class WeightForm:
 
     # Ascend
 
-    def for_ascend(self, *, table: bool) -> WeightForm:
-        """Return the weight in the layout of Ascend's operators. table: its rows are read as embeddings too."""
+    def for_ascend(self, *, table: bool, experts: int = 0) -> WeightForm:
+        """Return the weight in the layout of Ascend's operators.
+
+        table: its rows are read as embeddings too.
+        experts: number of the experts whose matrices are its rows, for `ascend_grouped`; 0 for one matrix.
+        """
         return self
 
     def from_ascend(self) -> WeightForm:
         """Undo `for_ascend`."""
         return self
 
-    def prepare_for_ascend(self, *, table: bool) -> None:
+    def prepare_for_ascend(self, *, table: bool, experts: int = 0) -> None:
         """Change the layout to that of `for_ascend` in place, so that the numbers are never in memory twice."""
         return
 
@@ -162,6 +167,16 @@ class WeightForm:
 
     def ascend_swiglu(self, x: Tensor | Quantized, bias: Tensor | None, scheme: Scheme | None) -> Quantized | None:
         """Compute `linear_swiglu` in fused operators; None where there are none."""
+        return None
+
+    @abstractmethod
+    def ascend_grouped(self, x: Tensor | Quantized, groups: Groups) -> Tensor:
+        """Multiply rows x [R, K] by the matrices of their experts: [R, N of an expert]."""
+
+    def ascend_grouped_swiglu(
+        self, x: Tensor | Quantized, groups: Groups, scheme: Scheme | None
+    ) -> Quantized | None:
+        """Compute `experts_swiglu` of ordered rows in one operator; None where there is none."""
         return None
 
     @abstractmethod
@@ -260,6 +275,11 @@ class FloatWeight(WeightForm):
 
     def ascend_linear(self, x: Tensor | Quantized, bias: Tensor | None) -> Tensor:
         return F.linear(floats_of(x), tensor_of(self.values), bias)
+
+    def ascend_grouped(self, x: Tensor | Quantized, groups: Groups) -> Tensor:
+        values = tensor_of(self.values)
+        matrices = values.view(len(groups.tokens), -1, values.shape[1])
+        return groups.multiply(floats_of(x), matrices.transpose(1, 2))
 
     def ascend_rows(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, tensor_of(self.values))

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from npuserve.kernels import ascend
 from npuserve.kernels.bench.costs import Cost, nbytes
+from npuserve.kernels.experts import distinct_experts
 from npuserve.kernels.layer import Linear
 from npuserve.kernels.registry import KERNELS
 from npuserve.kernels.sample import Filters
@@ -29,6 +30,7 @@ from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
 from npuserve.npu.execution.dispatch import MAX_CHOSEN
 from npuserve.npu.execution.state_store import KeysAndValues, Slots
 from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.layers.layer import Paged
 from npuserve.npu.profiling.floor import MetaModel
 from npuserve.npu.quantization.assignment import LINEAR, Quantization
@@ -48,6 +50,18 @@ QWEN3_5_27B = {
     "linear_num_value_heads": 48, "vocab_size": 248320, "max_position_embeddings": 262144,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, "dtype": "bfloat16"}
 """Also the text model of Qwen3.6-27B and Qwen3.8-27B."""
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "rope_theta": 1000000, "dtype": "bfloat16"}
+QWEN3_5_35B_A3B = {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 40,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "vocab_size": 248320, "max_position_embeddings": 262144,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, "dtype": "bfloat16"}
+"""Also the text model of Qwen3.6-35B-A3B."""
 SEEN = "hw-native-sys/pypto-serving, read on 2026-11-20"
 LIB, VLLM = "https://github.com/hw-native-sys/pypto-lib/pull", "https://github.com/vllm-project/vllm-ascend/pull"
 
@@ -87,6 +101,12 @@ counts them (tests/e2e/emulated/test_profile.py)."""
 HYBRID_LAUNCHES = {"bf16": (27, 15, 24), "w8a8": (31, 17, 24)}
 """Format -> operators of a greedy decode step of one row of a hybrid: for each layer of linear attention, for each
 layer of attention, and besides the layers (tests/npu/backends/ascend/test_hybrid.py)."""
+MIXTURES = {"Qwen3-30B-A3B": QWEN3_30B_A3B, "Qwen3.5-35B-A3B": QWEN3_5_35B_A3B}
+MIXTURE_LAUNCHES = {
+    "Qwen3-30B-A3B": {"bf16": (0, 16, 21), "w8a8": (0, 16, 22)},
+    "Qwen3.5-35B-A3B": {"bf16": (37, 25, 26), "w8a8": (41, 27, 26)}}
+"""The same for mixtures of experts, by model (tests/npu/backends/ascend/test_experts.py). Qwen3.5 has a shared expert,
+and the counters of experts take 2 operators of a step."""
 EVENT_TASKS = 2
 """Further tasks of each layer: attention waits for the event of its lengths, and resets it."""
 ATTENTION_SECONDS = 21e-6
@@ -167,7 +187,10 @@ def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Ste
 
 @dataclass(frozen=True, slots=True)
 class HybridStep:
-    """Bytes of a decode step of a hybrid: weights of products, keys and values, fixed states, and all."""
+    """Bytes of a decode step of a hybrid or a mixture: weights of products, keys and values, fixed states, and all.
+
+    weights: of all products, also of experts that no token chooses.
+    """
 
     weights: int
     cache: int
@@ -177,7 +200,8 @@ class HybridStep:
 
 def decode_hybrid(config: ModelConfig, rows: int, context: int, quantized: bool) -> HybridStep:
     """Return the bytes of a greedy step of `rows` requests with `context` tokens each and states in bfloat16."""
-    w8a8 = Quantization((((LINEAR,), W8A8()),), ignore=("lm_head", "re:.*in_proj_[ab]$"))
+    floats = "lm_head", "re:.*in_proj_[ab]$", "re:.*shared_expert_gate$"
+    w8a8 = Quantization((((LINEAR,), W8A8()),), ignore=floats)
     model = MetaModel(replace(config, quantization=w8a8 if quantized else None), torch.bfloat16,
                       vocabulary_tile=BACKEND.vocabulary_tile, int8_levels=BACKEND.int8_levels,
                       block_size=BACKEND.block_size, state_dtype=torch.bfloat16)
@@ -332,6 +356,28 @@ def hybrid_prediction(
                   "floor ms", "predicted TPOT ms"], rows)
 
 
+def mixture_prediction(batches: Sequence[int], context: int, bandwidth: float) -> str:
+    """Return the table of the floors and predicted times of mixtures of experts as Markdown."""
+    rows = []
+    for model, data in MIXTURES.items():
+        config = ModelConfig.from_dict(data)
+        experts = next(layer for layer in config.local_layers if isinstance(layer, Experts))
+        attention = sum(isinstance(layer.state, Paged) for layer in config.local_layers)
+        linear = config.num_layers - attention
+        for name, quantized in FORMATS.items():
+            of_linear, of_attention, others = MIXTURE_LAUNCHES[model][name]
+            tasks = linear * of_linear + attention * (of_attention + EVENT_TASKS) + others
+            for batch in batches:
+                step = decode_hybrid(config, batch, context, quantized)
+                best, worst = predicted(step.nbytes, tasks, attention, bandwidth)
+                distinct = distinct_experts(batch, experts.top_k, experts.count)
+                rows.append([model, name, str(batch), str(tasks), f"{step.weights / 1e9:.1f}",
+                             f"{distinct:.0f} of {experts.count}", f"{step.nbytes / 1e9:.1f}",
+                             f"{milliseconds(step.nbytes, bandwidth):.1f}", f"{best:.1f} – {worst:.1f}"])
+    return table(["model", "format", "batch", "tasks", "weights GB", "experts read", "read, written GB", "floor ms",
+                  "predicted TPOT ms"], rows)
+
+
 def comparison(bandwidth: float) -> str:
     """Return the table of published figures as Markdown."""
     rows = []
@@ -431,6 +477,20 @@ token at 4 streams of 8K for W8A8 with MTP on 910B4, TP4 × 2 (vllm-ascend, Alau
 with MTP on an A3 card (SGLang's CI). 16 and 64 requests of 65,536 tokens have 69 and 275 GB of keys and values, more
 than one card's memory.
 """
+MIXTURE = """## Mixtures of experts
+
+Of the experts a step reads those that its tokens choose: here as many as are expected if each token chooses at random.
+A layer of experts has 4 tasks more than a dense MLP in bfloat16 and 2 more in W8A8, and a shared expert 6 or 7 more
+([launches](ascend-audit.md#mixtures-of-experts)). At one row the tasks and attention's fixed time are most of the
+prediction. The context is 1024 tokens. Router, shared_expert_gate and LM head stay in bfloat16; the router is
+multiplied in float32.
+"""
+MIXTURE_COMPARISON = """Published: Qwen3-30B-A3B takes 20 ms a token at one request, as long as Qwen3-4B
+([vllm-ascend#4656](https://github.com/vllm-project/vllm-ascend/issues/4656)); in W8A8 with drafts (EAGLE-3) on an A3
+card 10 ms at one stream and 50 ms at 160 (SGLang). Qwen3.6-35B-A3B in W8A8 with drafts takes 50 ms at 122 streams on an
+A3 card (SGLang's CI). An A3 card is two dies, and drafts give more than one token a step, so none is a row of the
+table.
+"""
 COMPARISON = """## Published figures
 
 They are compared with the floor of a step at their batch and context: batches of 1 and of 16 where up to 16 requests
@@ -449,7 +509,7 @@ def default_page() -> str:
         prediction(config, batches, CONTEXTS, BANDWIDTH), CAPTURES, captures(config, batches, BANDWIDTH), DECISION,
         COMPARISON, comparison(BANDWIDTH), HYBRID,
         hybrid_prediction(ModelConfig.from_dict(QWEN3_5_27B), batches, (*CONTEXTS, 65536), BANDWIDTH),
-        HYBRID_COMPARISON))
+        HYBRID_COMPARISON, MIXTURE, mixture_prediction(batches, CONTEXTS[0], BANDWIDTH), MIXTURE_COMPARISON))
 
 
 def main() -> None:

@@ -69,6 +69,7 @@ def findings(
     backend = select(config.device, config.relaxations if config.emulate else None,
                      DeviceSettings(threads=config.threads, decode_buckets=config.buckets, capture_mode=config.capture))
     folder = resolve(config.model)
+    facts = ModelConfig.from_folder(folder)
     latencies = LatencyCheck(config.emulate, None if config.emulate else least_share)
     quick = sizes == "quick" or (sizes == "auto" and (config.emulate or backend.device.type == "cpu"))
     for part, part_findings in (
@@ -76,7 +77,8 @@ def findings(
         ("sizes", check_sizes(backend, quick=quick)), ("kernels", latencies.kernels(backend)),
         ("latency", latencies.samplers(backend)),
         ("model", check_model(folder, backend, config, latencies, quick=quick, soak_minutes=soak_minutes)),
-        ("variants", check_variants(backend, config.threads, hybrid=ModelConfig.from_folder(folder).has_fixed_state)),
+        ("variants", check_variants(
+            backend, config.threads, hybrid=facts.has_fixed_state, experts=facts.has_experts)),
     ):
         for finding in guarded(part, "", part_findings):
             yield finding

@@ -28,10 +28,10 @@ MAX_TIE_DISTANCE = 2.0**-10
 """128 units in the last place of the largest number, 127. They cover float32 sums for x in another order: up to 9 units
 in the 5 layers of the built-in model, and more in more layers. One random number in 500 is so close to a half."""
 
-_SCHEME = {"rms_norm": 3, "add_rms_norm": 4, "linear_swiglu": 3}
+_SCHEME = {"rms_norm": 3, "add_rms_norm": 4, "linear_swiglu": 3, "experts_swiglu": 3}
 """Position of the scheme by which a kernel quantizes its result."""
 
-_PRODUCTS = ("linear", "linear_swiglu")
+_PRODUCTS = ("linear", "linear_swiglu", "experts_swiglu")
 """Kernels that quantize their first argument for an int8 weight, the second."""
 
 

@@ -1,6 +1,6 @@
 """Variants of the acceptance check: tokens of a small model in int8 and with the LM head of a real model.
 
-It is the built-in model, or a hybrid made of it if the checked model has linear attention.
+It is the built-in model. If the checked model has linear attention or experts, it is one with them, made of that.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ VALUE_DIM = 128
 TAPS = 4
 """Sizes of the linear attention."""
 
+EXPERTS = 8
+CHOSEN = 2
+"""Experts of a layer, and of a token."""
+
+APART = 0.3
+"""Difference of an expert's weights from those of the dense MLP, as a share of their size."""
+
 SHARE = 0.2
 """Output of a random layer, as a share of the embeddings' size."""
 
@@ -78,11 +85,14 @@ VARIANTS = (
 )
 
 
-def check_variants(backend: Backend, threads: int, *, hybrid: bool = False) -> Iterator[Finding]:
+def check_variants(
+    backend: Backend, threads: int, *, hybrid: bool = False, experts: bool = False
+) -> Iterator[Finding]:
     """Yield the findings of `check_tokens` for each variant that the device has: in float32, if the device has it, and
     in its preferred dtype.
 
     hybrid: check the small model with linear attention.
+    experts: check the small model with mixtures of experts.
     """
     plain = resolve("")
     dtypes = dict.fromkeys([*exact_dtypes(backend, hybrid=hybrid), backend.resolve_dtype("auto", "bfloat16")])
@@ -90,6 +100,9 @@ def check_variants(backend: Backend, threads: int, *, hybrid: bool = False) -> I
         if hybrid:
             plain = Path(folder) / "hybrid"
             write_hybrid(resolve(""), plain)
+        if experts:
+            dense, plain = plain, Path(folder) / "experts"
+            write_mixture(dense, plain)
         int8 = Path(folder) / "w8a8"
         quantize_checkpoint(plain, int8)
         for variant in VARIANTS:
@@ -181,6 +194,50 @@ def write_hybrid(folder: Path, out: Path) -> None:
         "rope_parameters": config["rope_parameters"] | {"partial_rotary_factor": 1.0},
         "linear_num_key_heads": KEY_HEADS, "linear_num_value_heads": VALUE_HEADS, "linear_key_head_dim": KEY_DIM,
         "linear_value_head_dim": VALUE_DIM, "linear_conv_kernel_dim": TAPS}
+    (out / "config.json").write_text(json.dumps(config), "utf-8")
+
+
+def write_mixture(folder: Path, out: Path) -> None:
+    """Write a model with mixtures of experts, made of a dense one, to the new folder `out`.
+
+    Each expert is the dense MLP with other random parts, so that a router that chooses another one, by the rounding of
+    its logits, changes little. A model with linear attention gets a shared expert, too, whose output is small.
+
+    folder: dense Qwen3, or Qwen3.5 of `write_hybrid`, in one file.
+    """
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    hybrid = config["architectures"] == ["Qwen3_5ForCausalLM"]
+    inner = config["intermediate_size"]
+    size = float(tensors[EMBEDDING].float().std())
+
+    def random(weight: Tensor, scale: float) -> Tensor:
+        return torch.randn(weight.shape, generator=generator) * scale
+
+    written = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    for index in range(config["num_hidden_layers"]):
+        mlp = f"model.layers.{index}.mlp."
+        dense = {part: tensors[f"{mlp}{part}_proj.weight"].float() for part in ("gate", "up", "down")}
+        hidden = dense["gate"].shape[1]
+        router = torch.randn(EXPERTS, hidden, generator=generator) / hidden**0.5
+        written[f"{mlp}gate.weight"] = router
+        for part, weight in dense.items():
+            for expert in range(EXPERTS):
+                other = weight + random(weight, APART * float(weight.std()))
+                written[f"{mlp}experts.{expert}.{part}_proj.weight"] = other
+            if hybrid:
+                scale = (SHARE * size if part == "down" else 1.0) / weight.shape[1] ** 0.5
+                written[f"{mlp}shared_expert.{part}_proj.weight"] = random(weight, scale)
+        if hybrid:
+            written[f"{mlp}shared_expert_gate.weight"] = router[:1] * GATE
+    out.mkdir()
+    dtype = getattr(torch, config["dtype"])
+    save_file({name: tensor.to(dtype) for name, tensor in written.items()}, out / "model.safetensors", {"format": "pt"})
+    config |= {
+        "architectures": ["Qwen3_5MoeForCausalLM" if hybrid else "Qwen3MoeForCausalLM"], "num_experts": EXPERTS,
+        "model_type": "qwen3_5_moe_text" if hybrid else "qwen3_moe", "num_experts_per_tok": CHOSEN,
+        "moe_intermediate_size": inner, "shared_expert_intermediate_size": inner, "norm_topk_prob": True}
     (out / "config.json").write_text(json.dumps(config), "utf-8")
 
 

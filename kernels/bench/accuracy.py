@@ -55,7 +55,7 @@ class Oracle:
         """Return the accuracy of a backend's implementation, or of GOLDEN, which runs in the case's dtype."""
         made = self.implementation(label)
         args = made.adapt(copy_arguments(self.args, self.changed))
-        results = tensors(made.function(*args))
+        results = tensors(made.result(made.function(*args)))
         after = made.restore(args) if self.changed else ()
         results += [tensor for i in self.changed for tensor in tensors(after[i])]
         error, other_ids, excess, relative = 0.0, 0, 0.0, 0.0

@@ -96,7 +96,9 @@ def _rms_norm(x: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
     return Cost(x.nbytes + gamma.nbytes + out, (4 if scheme is None else 7) * x.numel(), "fp32")
 
 
-def _add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None) -> Cost:
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None, widens: bool = False
+) -> Cost:
     normed = _rms_norm(x, gamma, eps, scheme)
     return Cost(2 * x.nbytes + normed.nbytes, x.numel() + normed.operations, "fp32")
 

@@ -239,6 +239,13 @@ class Backend(ABC):
         """Raise BackendError for a head size, or rotated numbers of a head, that the kernels do not support."""
         return
 
+    def check_experts(self, experts: int, top_k: int) -> None:
+        """Raise BackendError for a mixture of experts that the kernels do not support.
+
+        experts: number on a rank. top_k: number that compute a token.
+        """
+        return
+
     def check_ranks(self, size: int) -> None:
         """Raise BackendError if `size` ranks cannot share a model."""
         if size > 1 and not self.capabilities.collectives:

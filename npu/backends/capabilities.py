@@ -30,6 +30,8 @@ class Capabilities:
     w4a8: the kernels multiply weights of 4 bits by int8 activations.
     experts: the kernels support mixtures of experts.
     predicts: steps support a head or a smaller model that drafts tokens (`Row.predicts`).
+    ragged_experts: groups of 4 bits may not divide the columns of an expert.
+    counts_together: the counters of all layers are added to once a step (`StateStore.count`), not by kernels of each.
 
     State of requests:
 
@@ -75,6 +77,8 @@ class Capabilities:
     w4a8: bool = False
     experts: bool = False
     predicts: bool = False
+    ragged_experts: bool = True
+    counts_together: bool = False
 
     block_size: int
     block_multiple: int = 1

@@ -73,7 +73,7 @@ def takes_case(backend: Backend, case: Case) -> bool:
     can = backend.capabilities
     if case.cache and case.cache not in can.cache_dtypes:
         return False
-    if case.zeros > can.int8_zeros or case.float8 > can.float8:
+    if case.zeros > can.int8_zeros or case.float8 > can.float8 or case.ragged > can.ragged_experts:
         return False
     if case.w4a8 > can.w4a8 or (case.int4 and (not can.int4 or case.int4 % can.int4_rows)):
         return False

@@ -37,14 +37,18 @@ class WeightLayout:
         """Return the bytes of the numbers of a weight of 4 bits, after `prepare`."""
         return grouping.plain_bytes(n, k)
 
-    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype) -> str:
+    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype, experts: int = 0) -> str:
         """Return why the kernels do not multiply activations of `dtype` by a weight of 4 bits, after "layers"; "" if
-        they do. Such weights become floats while loading."""
+        they do. Such weights become floats while loading.
+
+        experts: number of the experts whose matrices are the rows; 0 for one matrix.
+        """
         return ""
 
-    def prepare(self, weight: WeightForm, *, table: bool) -> None:
+    def prepare(self, weight: WeightForm, *, table: bool, experts: int = 0) -> None:
         """Convert a completely written weight in place to the layout that the kernels read.
 
         table: the embedding kernel reads it too.
+        experts: number of the experts whose matrices are its rows; 0 for one matrix.
         """
         return

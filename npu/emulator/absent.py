@@ -51,7 +51,7 @@ ADDED = {
         """,
     "9.2": """
         DropoutV3Grad DynamicMxQuantV3 GRU GRUBackward GroupedDynamicBlockQuantV2 GroupedQuantMax InplaceScatterReduce
-        ScatterReduce Sleep WeightQuantPreprocess
+        MoeFinalizeRoutingV4 ScatterReduce Sleep WeightQuantPreprocess
         """,
 }
 """Version of CANN -> operators that torch_npu 2.10.0.post4 or 2.13.0 looks up and that came with it, without "aclnn".

@@ -31,6 +31,7 @@ class Model:
     config: configuration of the whole model, or of this rank's shard.
     cos_sin: [P, D] float32 for the P positions that a request may have (`rope.cos_sin_table`).
     ranks: group of the model's ranks.
+    counts_together: see `Capabilities`.
     """
 
     config: ModelConfig
@@ -38,6 +39,7 @@ class Model:
     cos_sin: Tensor
     kernels: KernelSet
     ranks: Ranks = ALONE
+    counts_together: bool = False
 
     @staticmethod
     def of(
@@ -46,7 +48,7 @@ class Model:
     ) -> Model:
         """Return a model for requests of at most `length` tokens."""
         cos_sin = cos_sin_table(config.rope, config.attention.head_dim, length, backend.device)
-        return Model(config, weights, cos_sin, kernels, ranks)
+        return Model(config, weights, cos_sin, kernels, ranks, backend.capabilities.counts_together)
 
     def hidden(self, batch: Batch, store: StateStore) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm; write its state to the store."""
@@ -60,15 +62,19 @@ class Model:
         k = self.kernels
         w = self.weights
         eps = self.config.rms_norm_eps
-        inputs = Inputs(k, batch.positions, batch.slot_mapping, batch.attention, batch.state_slots, self.cos_sin, eps)
+        inputs = Inputs(k, batch.positions, batch.slot_mapping, batch.attention, batch.state_slots, self.cos_sin, eps,
+                        [] if self.counts_together else None)
         if (after := self._fused_layers(residual, store, inputs)) is not None:
             return k.rms_norm(after, w.norm, eps)  # type: ignore[no-any-return]  # a Tensor without a scheme
         blocks = list(w.blocks)
         normed = k.rms_norm(residual, blocks[0].norm, eps, blocks[0].input_scheme)
-        following = [*((block.norm, block.input_scheme) for block in blocks[1:]), (w.norm, None)]
-        for block, state, (norm, scheme) in zip(blocks, store.states, following, strict=True):
+        following = [*((block.norm, block.input_scheme, block.layer.reads_float32) for block in blocks[1:]),
+                     (w.norm, None, False)]
+        for block, state, (norm, scheme, widens) in zip(blocks, store.states, following, strict=True):
             out = self._sum(block.layer.forward(normed, block.weights, state, inputs))
-            normed, residual = k.add_rms_norm(out, residual, norm, eps, scheme)
+            normed, residual = k.add_rms_norm(out, residual, norm, eps, scheme, widens)
+        if inputs.uncounted:
+            store.count(inputs.uncounted)
         return normed  # type: ignore[no-any-return]  # a Tensor, since the final norm has no scheme
 
     def _fused_layers(self, residual: Tensor, store: StateStore, inputs: Inputs) -> Tensor | None:

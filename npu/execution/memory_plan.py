@@ -22,6 +22,7 @@ from npuserve.npu.execution.state_store import block_bytes, slot_bytes
 from npuserve.npu.model import storage
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.forms.matrix import StoredMatrix
+from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.storage import check_schemes, stored_bytes
 
 MAX_SCRATCH_BYTES = 1 << 20
@@ -295,6 +296,8 @@ def _checked(
         raise BackendError(f"device: {backend.name} does not serve mixtures of experts ({config.family}); possible is "
                            "device: cpu")
     for each in (config, config.draft) if config.draft else (config,):
+        for experts in {layer for layer in each.local_layers if isinstance(layer, Experts)}:
+            backend.check_experts(experts.held_count, experts.top_k)
         for state in each.paged_states:
             backend.check_heads(state.head_dim, each.rotary_dim)
     check_schemes(config, backend)

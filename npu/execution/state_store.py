@@ -73,12 +73,14 @@ class StateStore:
     """State of each block of the model.
 
     states: in the order of `ModelWeights.blocks`.
+    all_counters: the counters of all layers, one after the other; None without any.
 
     The last `Capabilities.padding_blocks` blocks are not given to requests; nor is the last slot if there are such
     blocks.
     """
 
     states: tuple[LayerState, ...]
+    all_counters: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -110,9 +112,13 @@ class StateStore:
             if isinstance(state, Fixed):
                 return Slots(backend.empty((slots, *shape), _dtype(name, model_dtype or dtype, backend))
                              for shape, name in zip(state.shapes, state.dtypes, strict=True))
-            return backend.empty((state.size,), torch.int64) if isinstance(state, Counts) else None
+            return next(counters) if isinstance(state, Counts) else None
 
-        store = cls(tuple(of_layer(layer.state) for layer in config.local_layers))
+        layers = config.local_layers
+        sizes = [layer.state.size for layer in layers if isinstance(layer.state, Counts)]
+        all_counters = backend.empty((sum(sizes),), torch.int64) if sizes else None
+        counters = iter(() if all_counters is None else all_counters.split(sizes))
+        store = cls(tuple(of_layer(layer.state) for layer in layers), all_counters)
         if not backend.memory.fresh_is_zero:
             store._clear(backend)
         return store
@@ -147,6 +153,11 @@ class StateStore:
     def counters(self) -> list[Tensor]:
         """Return the counters of each layer that has any."""
         return [state for state in self.states if isinstance(state, Tensor)]
+
+    def count(self, more: Sequence[Tensor]) -> None:
+        """Add to the counters of all layers that have any, in their order."""
+        assert self.all_counters is not None
+        self.all_counters.add_(torch.cat(list(more)))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.forms import form_of_scheme
 from npuserve.npu.model.forms.floats import Floats
 from npuserve.npu.model.forms.matrix import StoredForm, StoredMatrix
-from npuserve.npu.model.forms.w4a16 import ConvertedInt4
+from npuserve.npu.model.forms.w4a16 import ConvertedInt4, StoredInt4
 from npuserve.npu.model.forms.w8a8 import RoundedInt8
 from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.layers.layer import Array, Layer, Matrix, norm
@@ -75,15 +75,18 @@ def stored_blocks(config: ModelConfig, index: int) -> list[StoredBlock]:
     blocks = []
     for block in config.layers[index]:
         prefix = f"{config.prefix}layers.{index}."
+        layer = block.layer.local(config.shard)
         blocks.append(StoredBlock(
-            _norm(config, prefix + block.norm),
-            block.layer.local(config.shard),
-            {field: _stored(config, f"{prefix}{block.name}.", parameter)
+            _norm(config, prefix + block.norm), layer,
+            {field: _stored(config, f"{prefix}{block.name}.", parameter, layer.experts_of(field))
              for field, parameter in block.layer.parameters(config.hidden_size, config.shard).items()}))
     return blocks
 
 
-def _stored(config: ModelConfig, prefix: str, parameter: Array | Matrix) -> StoredArray | StoredMatrix:
+def _stored(
+    config: ModelConfig, prefix: str, parameter: Array | Matrix, experts: int
+) -> StoredArray | StoredMatrix:
+    """Return a parameter as it is stored. experts: see `Layer.experts_of`."""
     if isinstance(parameter, Array):
         return StoredArray(prefix + parameter.tensor, parameter)
     parts = {prefix + name: rows for name, rows in parameter.parts.items()}
@@ -95,6 +98,8 @@ def _stored(config: ModelConfig, prefix: str, parameter: Array | Matrix) -> Stor
                 "weights of all experts; supported: tensors of single experts, or floats")
     else:
         form = _form(config, list(parts), parameter.columns, can_quantize=parameter.can_quantize)
+    if isinstance(form, StoredInt4):
+        form = replace(form, experts=experts)
     return StoredMatrix(parts, parameter.columns, form, biased=parameter.biased, stacked=parameter.stacked)
 
 

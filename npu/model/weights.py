@@ -136,8 +136,13 @@ class ModelWeights:
         Call it once all other rows hold the checkpoint's numbers.
         """
         self._fill_padding(vocabulary)
-        for weight in self._linear_weights():
-            backend.weights.prepare(weight, table=weight is self.embedding)
+        for block in self.blocks:
+            for name, weight in block.weights._asdict().items():
+                if isinstance(weight, Linear):
+                    experts = block.layer.experts_of(name)
+                    backend.weights.prepare(form_of(weight.weight), table=False, experts=experts)
+        head = form_of(self.lm_head.weight)
+        backend.weights.prepare(head, table=head is self.embedding)
 
     def _linear_weights(self) -> list[WeightForm]:
         blocks = [*self.blocks, *(chain.from_iterable(self.mtp.layers) if self.mtp else ())]

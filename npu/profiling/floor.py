@@ -68,7 +68,8 @@ class CostRecorder:
         return self._output(x.shape, scheme)
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
+        self, x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None,
+        widens: bool = False,
     ) -> tuple[Tensor | Quantized, Tensor]:
         self._record("add_rms_norm", x, residual, gamma, eps, scheme)
         return self._output(x.shape, scheme), residual

@@ -29,7 +29,7 @@ def compare(kernel: Kernel[..., Any], made: Implementation[..., Any], case: Case
     expected = tensors(kernel.golden(*wide))
     args = case.make(generator(), dtype)
     adapted = made.adapt(args)
-    result = tensors(made.function(*adapted))
+    result = tensors(made.result(made.function(*adapted)))
     after = made.restore(adapted)
     for got, given, want, was in zip(after, args, wide, before, strict=True):
         same = [torch.equal(x.double(), y.double()) for x, y in zip(tensors(want), was, strict=True)]

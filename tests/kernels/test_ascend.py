@@ -29,7 +29,7 @@ def implementation(name: str) -> Implementation[..., Any]:
 
 
 def taken(case: Case) -> bool:
-    lacking = case.zeros or case.float8 or case.int4 % 8 or case.w4a8
+    lacking = case.zeros or case.float8 or case.int4 % 8 or case.w4a8 or case.ragged
     return not (case.benchmark or lacking) and case.cache in (None, torch.int8)
 
 

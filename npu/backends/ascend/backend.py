@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from npuserve.kernels import ascend, ascend_delta
+from npuserve.kernels import ascend, ascend_delta, ascend_experts
 from npuserve.kernels.int4 import WORD_CODES
 from npuserve.kernels.qk_norm_rope_kv_write import with_fused_heads
 from npuserve.kernels.sample import Filters
@@ -89,6 +89,7 @@ class AscendBackend(StreamBackend):
     errors = fault_codes.AscendErrors()
     capabilities = Capabilities(
         dtypes=("bfloat16", "float16"), vocabulary_tile=64, int8_levels=ascend.LEVELS, int4=True, int4_rows=WORD_CODES,
+        experts=True, ragged_experts=False, counts_together=True,
         block_size=ascend.BLOCK, block_multiple=ascend.BLOCK, max_block_size=ascend.BLOCK, padding_blocks=1,
         cache_dtypes=(torch.int8,), scale_dtype=torch.float32, fixed_state=True, state_dtypes=("bfloat16", "float32"),
         host_lengths=True, sampler_filters=(Filters.NONE, Filters.SMALL_TOP_K, Filters.ANY), sampling_bytes=40,
@@ -175,6 +176,14 @@ class AscendBackend(StreamBackend):
     def supports_heads(self, head_dim: int) -> bool:
         """Return True for multiples of 32 (required by npu_mrope) up to `ascend.MAX_HEAD_DIM`."""
         return head_dim <= ascend.MAX_HEAD_DIM and head_dim % 32 == 0
+
+    def check_experts(self, experts: int, top_k: int) -> None:
+        for count, limit, what in ((experts, ascend_experts.MAX_EXPERTS, "experts on a rank"),
+                                   (top_k, ascend_experts.MAX_CHOSEN, "experts of a token")):
+            if count > limit:
+                raise BackendError(f"device: the model has {count} {what}; {self.name} takes up to {limit}")
+        if lacking := functions.missing(functions.NEEDED_BY_EXPERTS):
+            raise BackendError(f"device: CANN lacks {', '.join(lacking)}, which mixtures of experts call: {MATCHING}")
 
     def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
         """Call the operators of the gated delta rule once; both must take the model's dtypes and sizes."""

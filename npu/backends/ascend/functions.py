@@ -21,6 +21,9 @@ NEEDED = """
 npu_mrope, for which torch_npu takes either of two."""
 
 
+NEEDED_BY_EXPERTS = "AddRmsNormCast GroupedMatmulV5 MoeFinalizeRoutingV2 MoeGatingTopKSoftmaxV2 MoeInitRoutingV3"
+"""Functions that mixtures of experts call besides, without "aclnn": all but those of int8."""
+
 RUNTIME = "libascendcl.so"
 
 
@@ -43,10 +46,10 @@ def addresses(names: Iterable[str]) -> dict[str, int | None]:
     return {name: find(name.encode()) for name in names}
 
 
-def missing() -> list[str]:
-    """Return the functions of NEEDED that CANN lacks; none if torch_npu's look-up is not found."""
+def missing(needed: str = NEEDED) -> list[str]:
+    """Return the functions of `needed` that CANN lacks; none if torch_npu's look-up is not found."""
     try:
-        known = addresses(f"aclnn{name}{phase}" for name in NEEDED.split() for phase in ("", "GetWorkspaceSize"))
+        known = addresses(f"aclnn{name}{phase}" for name in needed.split() for phase in ("", "GetWorkspaceSize"))
     except LookupError:
         return []
     return sorted({name.removesuffix("GetWorkspaceSize") for name, address in known.items() if not address})

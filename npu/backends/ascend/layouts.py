@@ -18,11 +18,11 @@ class AscendWeights(WeightLayout):
     def int4_bytes(self, n: int, k: int, grouping: Grouping) -> int:
         return ascend_int4.packed_bytes(n, k, grouping)
 
-    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype) -> str:
-        return ascend_int4.refusal(n, k, grouping, dtype)
+    def int4_refusal(self, n: int, k: int, grouping: Grouping, dtype: torch.dtype, experts: int = 0) -> str:
+        return ascend_int4.refusal(n, k, grouping, dtype, experts)
 
-    def prepare(self, weight: WeightForm, *, table: bool) -> None:
-        weight.prepare_for_ascend(table=table)
+    def prepare(self, weight: WeightForm, *, table: bool, experts: int = 0) -> None:
+        weight.prepare_for_ascend(table=table, experts=experts)
 
 
 class AscendCache(CacheLayout):

@@ -1,24 +1,26 @@
-// Root-mean-square norms: alone, with addition of the residual, and with quantization of the result.
+// Root-mean-square norms: alone, with addition of the residual, and with quantization or a float32 copy of the result.
 //
 // All computation is in float32. Kernels with an addition round where the device's kernels do (ops-nn,
 // norm/add_rms_norm*/op_kernel). In bfloat16 the norm is computed from the unrounded sum. In float16 it is computed
-// from the sum in float16. aclnnAddRmsNorm rounds the normalized values before gamma.
+// from the sum in float16. aclnnAddRmsNorm and aclnnAddRmsNormCast round the normalized values before gamma.
 #include "op.h"
 
 using namespace ops;
 
 namespace {
 
-constexpr const char *kAdding = "aclnnAddRmsNorm aclnnAddRmsNormQuantV2 aclnnAddRmsNormDynamicQuantV2";
+constexpr const char *kAdding =
+    "aclnnAddRmsNorm aclnnAddRmsNormCast aclnnAddRmsNormQuantV2 aclnnAddRmsNormDynamicQuantV2";
 constexpr const char *kQuantizing = "aclnnAddRmsNormQuantV2 aclnnAddRmsNormDynamicQuantV2";
 constexpr Dtypes kFloats = {at::kFloat, at::kHalf, at::kBFloat16};
 constexpr Dtypes kHalves = {at::kHalf, at::kBFloat16};
 
 const Rule kX("aclnnRmsNorm aclnnAddRmsNorm", "rmsnorm.x", "x is float32, float16 or bfloat16 of 1 to 8 dimensions",
               "aclnnRmsNorm.md and aclnnAddRmsNorm.md, parameter x");
-const Rule kGammaShape("aclnnRmsNorm aclnnAddRmsNorm aclnnAddRmsNormQuantV2", "rmsnorm.gamma_shape",
+const Rule kGammaShape("aclnnRmsNorm aclnnAddRmsNorm aclnnAddRmsNormCast aclnnAddRmsNormQuantV2", "rmsnorm.gamma_shape",
                        "gamma has the shape of the last dimensions of x",
-                       "aclnnRmsNorm.md, aclnnAddRmsNorm.md and aclnnAddRmsNormQuantV2.md, parameter gamma");
+                       "aclnnRmsNorm.md, aclnnAddRmsNorm.md, aclnnAddRmsNormCast.md and aclnnAddRmsNormQuantV2.md, "
+                       "parameter gamma");
 const Rule kGammaDtype("aclnnRmsNorm", "rmsnorm.gamma_dtype", "gamma has the dtype of x, or float32",
                        "aclnnRmsNorm.md, constraints, dtypes on A2/A3");
 const Rule kPair(kAdding, "addrmsnorm.x2", "x2 has the shape and dtype of x1", "aclnnAddRmsNorm.md, parameter x2");
@@ -26,6 +28,10 @@ const Rule kGammaSame(kAdding, "addrmsnorm.gamma_dtype", "gamma has the dtype of
                       "aclnnAddRmsNorm.md, parameter gamma");
 const Rule kHalfX(kQuantizing, "addrmsnormquant.x", "x1 is float16 or bfloat16",
                   "aclnnAddRmsNormQuantV2.md and aclnnAddRmsNormDynamicQuantV2.md, dtypes on A2/A3");
+const Rule kCastX("aclnnAddRmsNormCast", "addrmsnormcast.x",
+                  "x1 is float16 or bfloat16 of 1 to 8 dimensions, y1 float32, y2 and the sum of x1's dtype",
+                  "https://github.com/hicann/ops-nn/blob/0037ab39e3db9034426cd596ff06f913847fc838/norm/"
+                  "add_rms_norm_cast/docs/aclnnAddRmsNormCast.md, parameters");
 const Rule kScales("aclnnAddRmsNormQuantV2", "addrmsnormquant.scales",
                    "scales1 is float32 for float16 x1 and bfloat16 for bfloat16, shaped as gamma",
                    "aclnnAddRmsNormQuantV2.md, constraints, dtypes on A2/A3");
@@ -96,6 +102,26 @@ OP(aclnnAddRmsNorm, const aclTensor *x1, const aclTensor *x2, const aclTensor *g
       const auto x = sum_of(a, b);
       const auto scale = reciprocal_rms(x, g.dim(), epsilon);
       write(y, f32((x * scale).to(a.scalar_type())) * f32(g));
+      write(r, scale);
+      write(s, x);
+    };
+  });
+}
+
+OP(aclnnAddRmsNormCast, const aclTensor *x1, const aclTensor *x2, const aclTensor *gamma, double epsilon,
+   const aclTensor *wide, const aclTensor *out, const aclTensor *rstd, const aclTensor *sum) {
+  return plan(PHASE, [&] {
+    require(kCastX,
+            is_one_of(scalar_type(x1->dtype), kHalves) && x1->sizes.size() >= 1 && x1->sizes.size() <= 8 &&
+                wide->dtype == ACL_FLOAT && out->dtype == x1->dtype && sum->dtype == x1->dtype,
+            describe(x1) + " to " + describe(wide) + ", " + describe(out) + " and " + describe(sum));
+    check_addition(x1, x2, gamma);
+    require(kGammaShape, ends_with(x1->sizes, gamma->sizes), describe(gamma) + " for x1 " + describe(x1));
+    return [=, a = view(x1), b = view(x2), g = view(gamma), w = view(wide), y = view(out), r = view(rstd), s = view(sum)] {
+      const auto x = sum_of(a, b);
+      const auto scale = reciprocal_rms(x, g.dim(), epsilon);
+      write(y, f32((x * scale).to(a.scalar_type())) * f32(g));
+      write(w, f32(y));
       write(r, scale);
       write(s, x);
     };

@@ -6,7 +6,8 @@ namespace ops {
 namespace {
 
 const Rule kView(
-    "aclnnMatmulWeightNz aclnnAddmmWeightNz aclnnQuantMatmulWeightNz aclnnNpuFormatCast",
+    "aclnnMatmulWeightNz aclnnAddmmWeightNz aclnnQuantMatmulWeightNz aclnnNpuFormatCast aclnnGroupedMatmulWeightNz "
+    "aclnnGroupedMatmulSwigluQuantWeightNzV2",
     "nz.view", "a tensor in FRACTAL_NZ is whole, or a transposed view of it",
     "aclnnNpuFormatCast.md, constraints on A2/A3");
 

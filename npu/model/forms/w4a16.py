@@ -54,13 +54,17 @@ def grouping_of(scheme: W4A16) -> Grouping:
 
 @dataclass(frozen=True, slots=True)
 class StoredInt4(StoredForm):
-    """Numbers of 4 bits, or floats where the backend does not multiply these."""
+    """Numbers of 4 bits, or floats where the backend does not multiply these.
+
+    experts: number of the experts whose matrices are the rows; 0 for one matrix.
+    """
 
     scheme: W4A16
+    experts: int = 0
 
     def refusal(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> str:
         """Return the result of `WeightLayout.int4_refusal`."""
-        return backend.weights.int4_refusal(rows, inputs, grouping_of(self.scheme), dtype)
+        return backend.weights.int4_refusal(rows, inputs, grouping_of(self.scheme), dtype, self.experts)
 
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
         if self.refusal(rows, inputs, dtype, backend):

@@ -106,6 +106,18 @@ class Experts(Layer):
         return "gate_up", "down"
 
     @property
+    def held_count(self) -> int:
+        """Experts whose weights a rank has."""
+        return self.held.size if self.held else self.count
+
+    def experts_of(self, field: str) -> int:
+        return self.held_count if field in self.by_expert else 0
+
+    @property
+    def reads_float32(self) -> bool:
+        return True
+
+    @property
     def idle_parameters(self) -> int:
         """Parameters of the experts that are not chosen for a token."""
         return (self.count - self.top_k) * 3 * self.hidden * self.width
@@ -116,14 +128,17 @@ class Experts(Layer):
 
     @property
     def state(self) -> Counts:
-        return Counts(self.held.size if self.held else self.count)
+        return Counts(self.held_count)
 
     def forward(self, x: Tensor, weights: ExpertsWeights, state: Tensor | None, inputs: Inputs) -> Tensor:
-        """Compute the layer, and add the tokens of each expert to `state` [E]."""
+        """Compute the layer, and add the tokens of each expert to `state` [E], or to `Inputs.uncounted`."""
         k, w = inputs.kernels, weights
         held = self.held or Span.all(self.count)
-        routing = k.route_experts(x, w.router, self.top_k, self.renormalize, held.first, held.size, state)
+        counters = state if inputs.uncounted is None else None
+        routing = k.route_experts(x, w.router, self.top_k, self.renormalize, held.first, held.size, counters)
         gated = k.experts_swiglu(x, w.gate_up.weight, routing, w.down.inputs)
+        if inputs.uncounted is not None:
+            inputs.uncounted.append(routing.tokens)
         shared = gate = None
         if w.shared_gate_up is not None and w.shared_down is not None and w.shared_gate is not None:
             of_shared = k.linear_swiglu(x, w.shared_gate_up.weight, w.shared_gate_up.bias, w.shared_down.inputs)

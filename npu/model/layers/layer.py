@@ -134,6 +134,7 @@ class Inputs:
     state_slots: [R] int64, slot of each row's fixed state; None if no layer has one.
     cos_sin: [P, rotary dimension] float32 (`rope.cos_sin_table`).
     eps: epsilon of the norms.
+    uncounted: list to which each layer with counters appends what the step adds to them; None if it adds it itself.
     """
 
     kernels: KernelSet
@@ -143,6 +144,7 @@ class Inputs:
     state_slots: Tensor | None
     cos_sin: Tensor
     eps: float
+    uncounted: list[Tensor] | None = None
 
 
 class Layer(ABC):
@@ -177,6 +179,15 @@ class Layer(ABC):
     def operator_sizes(self) -> Mapping[str, tuple[int, ...]]:
         """Sizes of the calls of those kernels for which a device may have an operator for some sizes alone."""
         return {}
+
+    @property
+    def reads_float32(self) -> bool:
+        """True if a kernel computes from the layer's input in float32 (`add_rms_norm`)."""
+        return False
+
+    def experts_of(self, field: str) -> int:
+        """Return the number of experts whose matrices are the rows of a field of the weights; 0 for one matrix."""
+        return 0
 
     def input_scheme(self, weights: Any) -> Scheme | None:
         """Return the scheme in which the layer takes its input; None for floats."""

@@ -136,6 +136,22 @@ def test_variants_of_a_hybrid_pass(place: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [False, True], ids=["Qwen3Moe", "Qwen3.5"])
+@emulated()
+def test_variants_of_experts_pass(hybrid: bool) -> None:
+    """In bfloat16 and W8A8, without relaxation."""
+    from npuserve.npu.backends import select
+
+    with mock.patch.object(accept_tokens, "ANSWER", 16), \
+            mock.patch.object(variants, "VARIANTS", variants.VARIANTS[:1]):
+        found = {x.name: x for x in variants.check_variants(select("npu"), 1, hybrid=hybrid, experts=True)}
+    assert [name for name, finding in found.items() if finding.passed is False] == []
+    name = variants.VARIANTS[0].name
+    assert set(found) == {f"{name}: beside the CPU, bfloat16", f"{name}: overlapped and not, bfloat16",
+                          f"{name}: captured decodes, bfloat16"}
+
+
+@pytest.mark.slow
 @emulated()
 def test_captures_and_contexts_of_a_hybrid_pass(tmp_path: Path) -> None:
     """Replays over contexts of 1,000 and 12,000 tokens, and chunks, beside the kernels called one by one."""

@@ -173,6 +173,16 @@ def test_variants_fail_with_int8_defects(name: str, defect: str) -> None:
 
 
 @pytest.mark.slow
+@emulated()
+def test_variants_fail_with_rows_of_other_experts() -> None:
+    name = "W8A8, int8 head"
+    chosen = next(variant for variant in variants.VARIANTS if variant.name == name)
+    backend = select("npu", settings=DeviceSettings(decode_buckets=(8,)))
+    with mock.patch.object(variants, "VARIANTS", (chosen,)), few_tokens(), emulator.defects("expert_places"):
+        assert f"{name}: beside the CPU, bfloat16" in failed(check_variants(backend, 1, experts=True))
+
+
+@pytest.mark.slow
 @emulated(relax=RELAX)
 def test_variants_fail_in_float32_with_one_wrong_column() -> None:
     """No answer has this id."""

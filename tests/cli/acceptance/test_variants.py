@@ -62,6 +62,27 @@ def test_hybrid_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> Non
     assert 0.5 < correlation < 0.999
 
 
+@built
+@pytest.mark.slow
+@pytest.mark.parametrize("hybrid", [False, True], ids=["Qwen3Moe", "Qwen3.5"])
+def test_variants_of_experts_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, hybrid: bool) -> None:
+    monkeypatch.setattr(accept_tokens, "ANSWER", 16)
+    monkeypatch.setattr(variants, "VARIANTS", variants.VARIANTS[:1])
+    found = {finding.name: finding for finding in variants.check_variants(started(), 1, hybrid=hybrid, experts=True)}
+    assert [name for name, finding in found.items() if finding.passed is False] == []
+    assert {f"{W8A8}: beside the CPU, float32", f"{W8A8}: beside the CPU, bfloat16"} <= set(found)
+
+
+def test_mixture_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> None:
+    """Its experts differ from the dense MLP, and so do its logits, a little."""
+    variants.write_mixture(storyteller.FOLDER, tmp_path / "experts")
+    ids = [[5, 300, 2047, 11, 42, 17, 900, 4, 250, 31]]
+    dense, mixture = (next(iter(forced_logits(*load_reference(folder, CpuBackend(native=False), "float32", 64, 1), ids,
+                                              64))) for folder in (storyteller.FOLDER, tmp_path / "experts"))
+    correlation = torch.corrcoef(torch.stack([dense.flatten(), mixture.flatten()]))[0, 1]
+    assert 0.5 < correlation < 0.999
+
+
 @pytest.mark.slow
 @built
 def test_int8_cache_passes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,14 @@ KEY_HEADS, VALUE_HEADS = 1, 2
 def saved_hybrid(
     folder: Path, *, layers: int = 4, head_dim: int = 256, linear_dim: int = 128, key_heads: int = KEY_HEADS,
     value_heads: int = VALUE_HEADS, seed: int = 0, full: tuple[int, ...] = (3,), inner: int = 96,
+    context: int = 512,
 ) -> Path:
     """Save a float32 Qwen3.5 with 2 query heads for each of 2 KV heads. full: layers of attention."""
     kinds = ["full_attention" if layer in full else "linear_attention" for layer in range(layers)]
     config: dict[str, Any] = {
         "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": inner,
         "num_hidden_layers": layers, "layer_types": kinds, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": head_dim, "vocab_size": VOCABULARY, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+        "head_dim": head_dim, "vocab_size": VOCABULARY, "max_position_embeddings": context, "rms_norm_eps": 1e-6,
         "linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads, "linear_key_head_dim": linear_dim,
         "linear_value_head_dim": linear_dim, "linear_conv_kernel_dim": 4, "tie_word_embeddings": True,
         "torch_dtype": "float32", "hidden_act": "silu", "eos_token_id": 2,

@@ -118,7 +118,7 @@ def record() -> Recorded:
         served = kernel.implementations.get(ascend.LABEL, golden)
         refused: dict[str, str] = {}
         cases = [case for case in kernel.cases
-                 if not (case.benchmark or case.zeros or case.float8 or case.int4 % 8 or case.w4a8)
+                 if not (case.benchmark or case.zeros or case.float8 or case.int4 % 8 or case.w4a8 or case.ragged)
                  and case.cache in (None, torch.int8)]
         for case in cases:
             args = with_levels(case, ascend.LEVELS).make(torch.Generator().manual_seed(0), torch.bfloat16)

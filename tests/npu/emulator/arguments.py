@@ -38,13 +38,17 @@ def nz(*size: int, dtype: torch.dtype = BF) -> Tensor:
 
 
 def direct(name: str, *arguments: Any) -> None:
-    """Call the operator's first phase with tensors, ints, floats, bools, bytes and None; numbers become int64 or
-    double."""
+    """Call the operator's first phase with tensors, ints, floats, bools, bytes, lists of ints and None; numbers become
+    int64 or double."""
     library = ctypes.CDLL(None)
     library.aclCreateTensor.restype = ctypes.c_void_p
+    library.aclCreateIntArray.restype = ctypes.c_void_p
     library.aclGetRecentErrMsg.restype = ctypes.c_char_p
 
     def given(value: Any) -> Any:
+        if isinstance(value, list):
+            return ctypes.c_void_p(
+                library.aclCreateIntArray((ctypes.c_int64 * len(value))(*value), ctypes.c_uint64(len(value))))
         if isinstance(value, Tensor):
             sizes, strides = ((ctypes.c_int64 * value.dim())(*part) for part in (value.shape, value.stride()))
             return ctypes.c_void_p(

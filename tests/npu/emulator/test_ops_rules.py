@@ -12,12 +12,25 @@ from tests.npu.emulator.arguments import F32, I8, nz, on, ops, whole
 from tests.npu.emulator.child import emulated
 from tests.npu.emulator.violations import VIOLATIONS, attend, attend_into, both, mrope, rotary, scatter, unpaged
 from tests.npu.emulator.violations_delta import chunk, recur
+from tests.npu.emulator.violations_experts import (
+    cast,
+    choose,
+    fused,
+    grouped,
+    grouped_int4,
+    grouped_int8,
+    order,
+    order_directly,
+    place,
+    total,
+)
 from tests.npu.emulator.violations_int4 import of_columns
 from tests.npu.emulator.violations_int4 import product as int4_product
 from tests.npu.emulator.violations_int8 import by_scale, dynamic, gated, product, quant, swiglu_quant
 
 BREAKING = ("scatter.range", "scatter.distinct", "scatternd.range", "ropecache.range", "dequantswiglu.count",
-            "topktopp.p_range", "topktopp.k_range", "recurrent.lengths", "recurrent.range", "chunk.lengths")
+            "topktopp.p_range", "topktopp.k_range", "recurrent.lengths", "recurrent.range", "chunk.lengths",
+            "initrouting.expert", "finalizerouting.place", "gmm.counts", "gmmswiglu.counts")
 """Constraints that the stream reports, which breaks it."""
 
 
@@ -93,6 +106,22 @@ def test_valid_calls_are_accepted() -> None:
     recur(actual_seq_lengths=whole(2), ssm_state_indices=whole(1, 1), num_accepted_tokens=None)
     chunk()
     chunk(actual_seq_lengths=whole(4, 0))
+    cast()
+    choose()
+    order()
+    order(scale=on(5, dtype=F32))
+    order(quant_mode=1, active_expert_range=[2, 5])
+    order_directly()
+    total()
+    total(rows=on(3, 5, 32), mode=3)
+    place(0, -1, mode=3)
+    grouped()
+    grouped(weight=on(2, 32, 64).transpose(1, 2))
+    grouped(group_list=whole(1, 2, dtype=torch.int64))
+    grouped_int8()
+    grouped_int8(weight=on(2, 64, 32, dtype=I8))
+    grouped_int4()
+    fused()
     ops().npu_top_k_top_p(on(2, 8), on(2) * 0, whole(1, 8))
     torch.npu.synchronize()
 

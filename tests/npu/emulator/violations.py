@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests.npu.emulator.arguments import BF, F32, FP, I8, direct, nz, on, ops, strided, whole
 from tests.npu.emulator.violations_delta import DELTA
+from tests.npu.emulator.violations_experts import EXPERTS
 from tests.npu.emulator.violations_int4 import INT4
 from tests.npu.emulator.violations_int8 import QUANTIZED, quant
 
@@ -117,6 +118,7 @@ VIOLATIONS: dict[str, list[Callable[[], Any]]] = {
     **INT4,
     **QUANTIZED,
     **DELTA,
+    **EXPERTS,
     "fia.dtype": [lambda: attend(query=on(2, 8, 128, dtype=F32)), lambda: attend(query=on(2, 8, 128, dtype=I8))],
     "fia.kv_dtype": [lambda: attend(key=on(3, 128, 256, dtype=FP)), lambda: attend(key=on(3, 128, 256, dtype=I8))],
     "fia.kv_shape": [lambda: attend(value=on(4, 128, 256))],

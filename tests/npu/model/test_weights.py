@@ -296,7 +296,7 @@ class Transposed(WeightLayout):
         super().__init__(empty)
         self.arranged: list[tuple[QuantizedWeight, bool]] = []
 
-    def prepare(self, weight: QuantizedWeight, *, table: bool) -> None:
+    def prepare(self, weight: QuantizedWeight, *, table: bool, experts: int = 0) -> None:
         assert isinstance(weight.values, torch.Tensor)
         assert torch.equal(weight.values.sum(dim=1, dtype=torch.int32), weight.sums)  # completely written
         self.arranged.append((weight, table))

@@ -220,6 +220,31 @@ def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, form: str, s
     assert sum(one.top_ids[0] == other.top_ids[0] for one, other in zip(*reports, strict=True)) >= 0.85 * len(apart)
 
 
+@pytest.mark.slow
+@emulated()
+def test_hybrid_context_of_8000_tokens_is_as_near_the_cpu_as_a_short_one(tmp_path: Path) -> None:
+    """A prompt in chunks of 512 tokens, in the device's dtypes. Errors of a state in bfloat16 do not add up."""
+    length, chunk, part = 8000, 512, 1000
+    saved_hybrid(tmp_path, layers=2, full=(1,), context=8192)
+    prompt, reports = ids_of(length, 5), []
+    for runner in (load(tmp_path, dtype="bfloat16", max_num_batched_tokens=chunk, max_num_seqs=2, **MEMORY),
+                   on_cpu(tmp_path, max_num_batched_tokens=chunk)):
+        new = [NewRequest(1, prompt, [], SamplingParams(temperature=0.0, prompt_logprobs=1))]
+        found: list[Any] = []
+        for first in range(0, length, chunk):
+            ids = prompt[first : first + chunk]
+            row = Row(1, ids, first, list(range(-(-length // 128))), first + chunk >= length, state_slot=0)
+            result = runner.collect(runner.launch(Step([row], new)))
+            found += result.prompt_logprobs[1]
+            new = []
+        reports.append(found)
+    assert [len(found) for found in reports] == [length - 1] * 2
+    apart = torch.tensor([abs(one.logprob - other.logprob) for one, other in zip(*reports, strict=True)])
+    short, long = float(apart[:part].mean()), float(apart[-part:].mean())
+    assert 0 < long < 0.05
+    assert long < 1.5 * short
+
+
 # Ranks
 
 

@@ -1,0 +1,38 @@
+"""Products of groups of rows on Ascend, each with a matrix of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from npuserve.kernels.ascend import torch_npu
+
+MAX_FUSED_COLUMNS = 10240
+"""Maximum columns of gate and up of an expert in the product that applies SwiGLU and quantizes
+(aclnnGroupedMatmulSwigluQuantWeightNzV2.md, constraints on A2 and A3)."""
+
+
+@dataclass(slots=True, eq=False)
+class Groups:
+    """Rows ordered by expert.
+
+    tokens: [E] int64, rows of each of this rank's experts. Rows beyond their sum belong to no expert.
+    """
+
+    tokens: Tensor
+
+    @property
+    def list_type(self) -> int:
+        """Type of the list: 1 for counts, which must not have the length 1, and 0 for sums from the start."""
+        return int(len(self.tokens) > 1)
+
+    def multiply(self, x: Tensor, weight: Tensor, **scales: Any) -> Tensor:
+        """Multiply rows x [R, K] by the matrices of their experts, weight [E, K, N]: [R, N]. Other rows are undefined.
+
+        scales: further arguments of npu_grouped_matmul.
+        """
+        out: list[Tensor] = torch_npu.npu_grouped_matmul(
+            [x], [weight], group_list=self.tokens, split_item=2, group_type=0, group_list_type=self.list_type, **scales)
+        return out[0]
