@@ -91,8 +91,8 @@ class AscendInt4:
     def grouped_product(self, x: Tensor, groups: Groups) -> Tensor:
         """Multiply rows x [R, K] by the numbers of their experts. The operator takes no absent offset."""
         offset = _zeros(self.scale.shape, x.dtype, x.device) if self.offset is None else self.offset
-        parts = [part.squeeze(1) if part.shape[1] == 1 else part for part in (self.scale, offset)]
-        return groups.multiply(x, self.words, antiquant_scale=parts[:1], antiquant_offset=parts[1:])
+        scale, offset = (part.squeeze(1) if part.shape[1] == 1 else part for part in (self.scale, offset))
+        return groups.multiply_int4(x, self.words, scale, offset)
 
 
 @cache

@@ -180,9 +180,8 @@ class QuantizedWeight(WeightForm):
         """Round the scales to bfloat16 beside results in it, as the operator requires."""
         given = self._ascend_input(x)
         scale = ascend.table_as(self.scale, torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32)
-        return groups.multiply(
-            given.values, tensor_of(self.values), scale=[scale.view(len(groups.tokens), -1)],
-            per_token_scale=[given.scale], output_dtype=self.dtype)
+        scale = scale.view(len(groups.tokens), -1)
+        return groups.multiply_int8(given.values, tensor_of(self.values), given.scale, scale, self.dtype)
 
     def ascend_grouped_swiglu(
         self, x: Tensor | Quantized, groups: Groups, scheme: Scheme | None
