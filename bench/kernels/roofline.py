@@ -36,6 +36,7 @@ from npuserve.npu.profiling.floor import MetaModel
 from npuserve.npu.quantization.assignment import LINEAR, Quantization
 from npuserve.npu.quantization.w8a8 import W8A8
 
+CAPABILITIES = BACKEND.capabilities
 PAGE = Path(__file__).parents[2] / "docs" / "ascend-roofline.md"
 QWEN3_14B = {
     "architectures": ["Qwen3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40,
@@ -176,11 +177,11 @@ def decode(config: ModelConfig, rows: int, context: int, quantized: bool) -> Ste
     """Return the costs of a greedy step of `rows` requests with `context` tokens each, this step's included."""
     w8a8 = Quantization((((LINEAR,), W8A8()),), ignore=("lm_head",))
     model = MetaModel(replace(config, quantization=w8a8 if quantized else None), torch.bfloat16,
-                      vocabulary_tile=BACKEND.vocabulary_tile, int8_levels=BACKEND.int8_levels,
-                      block_size=BACKEND.block_size)
+                      vocabulary_tile=CAPABILITIES.vocabulary_tile, int8_levels=CAPABILITIES.int8_levels,
+                      block_size=CAPABILITIES.block_size)
     weights = model.weights
     linear = nbytes(*(w.weight for x in weights.attention_layers() for w in x.linears))
-    token = nbytes(*model.states) // BACKEND.block_size
+    token = nbytes(*model.states) // CAPABILITIES.block_size
     return Step(model.costs([(1, context)] * rows, rows), linear + nbytes(weights.lm_head.weight),
                 rows * context * token)
 
@@ -203,15 +204,15 @@ def decode_hybrid(config: ModelConfig, rows: int, context: int, quantized: bool)
     floats = "lm_head", "re:.*in_proj_[ab]$", "re:.*shared_expert_gate$"
     w8a8 = Quantization((((LINEAR,), W8A8()),), ignore=floats)
     model = MetaModel(replace(config, quantization=w8a8 if quantized else None), torch.bfloat16,
-                      vocabulary_tile=BACKEND.vocabulary_tile, int8_levels=BACKEND.int8_levels,
-                      block_size=BACKEND.block_size, state_dtype=torch.bfloat16)
+                      vocabulary_tile=CAPABILITIES.vocabulary_tile, int8_levels=CAPABILITIES.int8_levels,
+                      block_size=CAPABILITIES.block_size, state_dtype=torch.bfloat16)
     linears = [part.weight for block in model.weights.blocks for part in block.weights if isinstance(part, Linear)]
     paged = [state for state in model.states if isinstance(state, KeysAndValues)]
     fixed = [state for state in model.states if isinstance(state, Slots)]
     costs = model.costs([(1, context)] * rows, rows)
     return HybridStep(
         nbytes(*linears, model.weights.lm_head.weight),
-        rows * context * nbytes(*(tensor for state in paged for tensor in state)) // BACKEND.block_size,
+        rows * context * nbytes(*(tensor for state in paged for tensor in state)) // CAPABILITIES.block_size,
         2 * rows * nbytes(*(tensor for state in fixed for tensor in state)),
         sum(c.nbytes for calls in costs.values() for c in calls))
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.npu.backends.hybrid import saved_hybrid
+from tests.npu.backends.mixture import saved_mixture
 from tests.npu.emulator.child import needs_npu
 from tests.support.benches import bench
 from tests.support.real_models import BUILT_IN, model_folder, published
@@ -110,6 +111,20 @@ def test_tokens_of_a_hybrid_are_those_of_the_cpu(
                         "4", "--ways", "overlapped", exact=not operators)
     least = 0.9 if operators else 1.0
     assert found["equal"] >= least * found["tokens"] == least * REQUESTS * 40
+    assert found["preemptions"] > 0
+    assert found["prefix_hits"] > 0
+    assert found["mixed_steps"] > 0
+    assert found["captured"] >= 0.9 * found["decodes"] > 0
+
+
+@needs_npu
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_tokens_of_a_mixture_are_those_of_the_cpu(tmp_path: Path) -> None:
+    folder = saved_mixture(tmp_path, layers=2, top_k=3)
+    (found,) = findings(str(folder), "--parts", "tokens", "--requests", str(REQUESTS), "--answer", "40", "--blocks",
+                        "4", "--ways", "overlapped")
+    assert found["equal"] == found["tokens"] == REQUESTS * 40
     assert found["preemptions"] > 0
     assert found["prefix_hits"] > 0
     assert found["mixed_steps"] > 0

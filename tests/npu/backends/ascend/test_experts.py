@@ -25,10 +25,11 @@ from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.quantize.rounding import Int4Rounding, Int8Rounding
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import RELAX, load, started
+from tests.npu.backends.ascend.test_hybrid import SAMPLED, tokens_of_continued_slots
 from tests.npu.backends.ascend.test_launches import EVENT, KINDS, nodes
 from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, from_first, loaded, of_one_device, share
 from tests.npu.backends.mixture import ARCHITECTURES, Family, saved_mixture
-from tests.npu.backends.small import GREEDY, answers, asks, ids_of, saved
+from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved
 from tests.npu.emulator.child import emulated, needs_npu, run
 from tests.npu.emulator.ranks import Place, on_ranks
 from tests.support import loop
@@ -337,7 +338,7 @@ def test_mixture_launches_of_a_shared_expert(tmp_path: Path, form: str) -> None:
     layer = tasks[0] - tasks[1]
     for expected in (MLP[form] + SHARED[form], NORM):
         assert not expected - layer, layer - expected
-    attention = {"floats": 12, "W8A8": 14}[form]
+    attention = {"floats": 12, "W8A8": 13}[form]
     assert layer.total() - EVENT.total() == attention + (MLP[form] + SHARED[form]).total()
 
 
@@ -362,7 +363,30 @@ def test_mixture_steady_step_is_one_replay(tmp_path: Path) -> None:
     runner.collect(flying)
 
 
-# Drafts, prefix states
+# Sampling, drafts, states
+
+
+@emulated(relax=RELAX)
+def test_mixture_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> None:
+    """Constrained rows are sampled after the dispatch."""
+    saved_mixture(tmp_path, dense=(0,), top_k=3)
+    requests = []
+    for _ in range(2):
+        made = asks(6, 8)
+        for index, ask in enumerate(made):
+            ask.sampling = SamplingParams(seed=index, **({"temperature": 0.0} if index % 2 else SAMPLED))
+            ask.mask = masked(index) if index % 3 == 2 else None
+        requests.append(made)
+    got, _ = answers(load(tmp_path, decode_buckets=(1, 4), **MEMORY), requests[0])
+    assert got == answers(on_cpu(tmp_path), requests[1])[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@emulated(relax=RELAX, poison=True)
+def test_mixture_slots_are_cleared_copied_and_continued(tmp_path: Path, family: Family) -> None:
+    saved_mixture(tmp_path, family)
+    npu = load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)
+    assert tokens_of_continued_slots(npu) == tokens_of_continued_slots(on_cpu(tmp_path))
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
