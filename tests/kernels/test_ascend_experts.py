@@ -43,6 +43,16 @@ def test_rows_are_ordered_as_by_the_golden_router(index: int, dtype: torch.dtype
     assert torch.equal(rows[golden.places.flatten()[used].long()], x[token[used]])
 
 
+@emulated()
+def test_counters_add_the_tokens_of_each_expert() -> None:
+    x, weight, *rest = route_experts.cases[0].make(torch.Generator().manual_seed(0), torch.bfloat16)
+    x, weight, *rest = ROUTE.adapt((x, weight, *rest[:4]))
+    counters = torch.full((rest[3],), 5).npu()
+    routing = ROUTE.function(x, weight, *rest, counters)
+    routing.gather(x, None)
+    assert torch.equal(counters.cpu(), routing.tokens.cpu() + 5)
+
+
 @pytest.mark.parametrize(
     "scheme", [Scheme(levels=ascend.LEVELS), Scheme(torch.tensor([0.04]))], ids=["dynamic", "static"])
 @emulated()
