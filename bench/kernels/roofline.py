@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 from npuserve.kernels import ascend
 from npuserve.kernels.bench.costs import Cost, nbytes
-from npuserve.kernels.experts import distinct_experts
 from npuserve.kernels.layer import Linear
 from npuserve.kernels.registry import KERNELS
+from npuserve.kernels.routing import distinct_experts
 from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend.backend import BACKEND, TOKEN_BUCKET
 from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
