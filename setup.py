@@ -204,7 +204,7 @@ def compile_objects(
 ) -> list[str]:
     """Compile the sources in `folder` for these instruction sets and return the object files.
 
-    If NATIVE_OBJECTS names a folder, objects are kept there and reused for the same sources and flags.
+    If NATIVE_OBJECTS names a folder, objects are kept there and reused for the same source, included headers and flags.
 
     into: folder of the object files without NATIVE_OBJECTS.
     extra: further flags of all sources.
@@ -219,15 +219,16 @@ def compile_objects(
             units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()
                       if file.name not in LEFT_OUT.get(name, ())]
     kept = Path(os.environ.get("NATIVE_OBJECTS") or into)
-    common = hashlib.sha256(run([*compiler, "--version"]).encode())
-    for file in sources(folder, "*.h"):
-        _add_file(common, file, folder)
+    version = run([*compiler, "--version"])
 
     def compiled(file: Path, flags: Iterable[str]) -> str:
         """Return the path of the object of one source."""
         options = [*FLAGS, *extra, *flags]
-        key = common.copy()  # without `folder`, so that every checkout of the same sources reuses the objects
-        key.update(f"\0{compiler, options}\0".encode() + file.read_bytes())
+        # Without `folder`, so that every checkout of the same sources reuses the objects.
+        key = hashlib.sha256(f"{version}\0{compiler, options}".encode())
+        rule = run([*compiler, *options, f"-I{folder}", "-MM", str(file)])  # "linear.o: linear.cpp gemm/tile.h …"
+        for included in rule.partition(": ")[2].replace("\\\n", " ").split():
+            _add_file(key, Path(included), folder)
         made = kept / f"{file.stem}-{key.hexdigest()}.o"
         if not made.exists():
             part = Path(into, f"{made.stem}.part")

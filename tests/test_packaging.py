@@ -507,7 +507,8 @@ def test_build_with_kept_objects_compiles_only_changes(
     (pieces / "group.cpp").write_text((pieces / "group.cpp").read_text() + "\n// changed")
     assert build()[0] >= {"group.cpp"}
     (pieces / "group.h").write_text("#define NUMBER 2")
-    assert build()[0] == names
+    changed = build()[0]
+    assert {name for name in names if "group.h" in (pieces / name).read_text()} <= changed < names
 
 
 @pytest.mark.usefixtures("compiler")

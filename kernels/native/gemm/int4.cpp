@@ -6,8 +6,11 @@
 //                with zero points
 //
 // int4.h has the form of packed weights.
-#include "gemm/int4.h"
 #include "gemm/experts.h"
+#include "gemm/int4.h"
+#if defined(__AMX_TILE__)
+#include "gemm/amx_groups.h"
+#endif
 
 namespace npuserve {
 namespace NPUSERVE_ISA {
@@ -78,6 +81,28 @@ struct LineSteps {
         }
     }
 };
+
+template <class Dot, bool ZEROS, int S = 0>
+INLINE void expand_line(const char *line, const typename LineSteps<Dot>::Zeros &zeros, char *out) {
+    typedef LineSteps<Dot> By;
+    typename By::W numbers = By::template get<S, ZEROS>(line, zeros);
+    static_assert(sizeof numbers == PANEL_WORD_BYTES, "a word of 16 columns");
+    std::memcpy(out + S * PANEL_WORD_BYTES, &numbers, sizeof numbers);
+    if constexpr (S + 1 < By::COUNT) expand_line<Dot, ZEROS, S + 1>(line, zeros, out);
+}
+// Expands `left` numbers of a panel, whole groups or the last ones: before the words of each group are its scales.
+template <class Dot, bool ZEROS>
+INLINE void expand_groups(const Groups &groups, const char *w, int64_t left, char *out) {
+    typedef LineSteps<Dot> By;
+    for (int64_t count; left > 0; left -= count) {
+        count = std::min(left, groups.group);
+        typename By::Zeros zeros = By::template zeros<ZEROS>(groups, w);
+        store(reinterpret_cast<float *>(out), groups.scale(w));
+        w += groups.header, out += PANEL_WORD_BYTES;
+        for (int64_t i = 0; i < count; i += LINE_NUMBERS, w += 64, out += By::COUNT * PANEL_WORD_BYTES)
+            expand_line<Dot, ZEROS>(w, zeros, out);
+    }
+}
 
 // acc[r * stride + p] += scale of panel p * sums[r][p].
 template <int R, int P>
@@ -151,6 +176,145 @@ struct Int4OnceTile : Tile<Dot> {
     }
 };
 
+#if defined(__AMX_TILE__)
+// Denormal numbers are 0, as in tile registers.
+class NoDenormals {
+  public:
+    NoDenormals() : before(_mm_getcsr()) { _mm_setcsr(before | 0x8040); }
+    ~NoDenormals() { _mm_setcsr(before); }
+    NoDenormals(const NoDenormals &) = delete;
+    NoDenormals &operator=(const NoDenormals &) = delete;
+
+  private:
+    unsigned before;
+};
+
+// The same with the sums of tile registers. Few rows are multiplied by vectors, which add up in the order of TDPBF16PS
+// (amx.h). More rows are multiplied by tile registers: each group is expanded in the cache while the groups before it are
+// multiplied.
+template <class Dot>
+struct Int4TileOrderOnceTile : Tile<Dot> {
+    Groups groups;
+    const char *const *next;
+
+    static constexpr int VECTOR_ROWS = 4;  // up to which vectors are faster
+    static constexpr int64_t AHEAD = 2048;  // bytes
+    static constexpr int64_t EARLY = 2, RING = EARLY + 1;  // groups that are expanded before they are multiplied
+
+    template <int R, int P>
+    INLINE void run() const {
+        if constexpr (R <= VECTOR_ROWS) {
+            if (groups.has_zeros)
+                sweep<R, P, true>();
+            else
+                sweep<R, P, false>();
+            return;
+        }
+        clear<R, P>(this->acc, this->acc_stride);
+        each_pair<P>([&](auto p, auto count) __attribute__((always_inline)) {
+            if (groups.has_zeros)
+                product<R, count, true>(p);
+            else
+                product<R, count, false>(p);
+        });
+    }
+
+  private:
+    // Even and odd products of 32 numbers are summed separately, then both sums are added to those of the group.
+    template <int R, int P, bool ZEROS>
+    __attribute__((noinline)) void sweep() const {
+        NoDenormals no_denormals;
+        constexpr int64_t STEP = TILE_WORDS * Dot::PER_WORD;
+        const char *w[P], *x = this->x;
+        for (int p = 0; p < P; p++) w[p] = this->panels[p];
+        clear<R, P>(this->acc, this->acc_stride);
+        int64_t left = this->words * Dot::PER_WORD;
+        int64_t bytes = ceil_div(left, groups.group) * groups.header + left / LINE_NUMBERS * 64;  // left of a panel
+        for (int64_t count; left > 0; left -= count) {
+            count = std::min(left, groups.group);
+            F sums[R][P], scale[P];
+            ivec zeros[P];
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
+                if constexpr (ZEROS) zeros[p] = groups.zero(w[p], 0) + 8;
+                scale[p] = groups.scale(w[p]);
+                w[p] += groups.header;
+                _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) sums[r][p] = zero();
+            }
+            bytes -= groups.header;
+            for (int64_t begin = 0; begin < count; begin += STEP) {
+                F even[R][P], odd[R][P];
+                _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
+                    _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) even[r][p] = odd[r][p] = zero();
+                for (int64_t i = begin; i < std::min(count, begin + STEP); i += LINE_NUMBERS) {
+                    _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
+                        __builtin_prefetch(bytes > AHEAD ? w[p] + AHEAD : next[p] + (AHEAD - bytes), 0, 2);
+                    bytes -= 64;
+                    pairs<R, P, ZEROS>(even, odd, x, w, zeros);
+                    x += LINE_NUMBERS * 2;
+                    _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += 64;
+                }
+                _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
+                    _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) sums[r][p] = sums[r][p] + (even[r][p] + odd[r][p]);
+            }
+            add_scaled(this->acc, this->acc_stride, sums, scale);
+        }
+    }
+    // Pairs S and later of a line, numbers 2 S and 2 S + 1 of each column.
+    template <int R, int P, bool ZEROS, int S = 0>
+    INLINE void pairs(F (&even)[R][P], F (&odd)[R][P], const char *x, const char *const (&w)[P], const ivec (&zeros)[P]) const {
+        typedef LineSteps<DotFloat32> By;
+        F low[P], high[P];
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
+            ivec line = load_words(w[p], 0);
+            low[p].v[0] = By::template floats<4 * S, ZEROS>(line, zeros[p]);
+            high[p].v[0] = By::template floats<4 * S + 16, ZEROS>(line, zeros[p]);
+        }
+        _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) {
+            ivec pair = broadcast(x + r * this->x_stride + S * 4);
+            F x_low, x_high;
+            x_low.v[0] = (fvec)(pair << 16), x_high.v[0] = (fvec)(pair & int32_t(0xFFFF0000u));
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
+                even[r][p] = fma(low[p], x_low, even[r][p]);
+                odd[r][p] = fma(high[p], x_high, odd[r][p]);
+            }
+        }
+        if constexpr (S + 1 < LINE_NUMBERS / 2) pairs<R, P, ZEROS, S + 1>(even, odd, x, w, zeros);
+    }
+    template <int R, int P, bool ZEROS>
+    __attribute__((noinline)) void product(int first) const {
+        constexpr int64_t GROUP_BYTES = (Int4Panels<Dot>::MAX_GROUP / Dot::PER_WORD + 1) * 64;
+        alignas(64) char ring[P][RING * GROUP_BYTES];
+        const char *expanded[P];
+        for (int p = 0; p < P; p++) expanded[p] = ring[p];
+        const int64_t k = this->words * Dot::PER_WORD, whole = k / groups.group, last = k % groups.group;
+        const int64_t bytes = groups.header + groups.group / LINE_NUMBERS * 64;
+        const int64_t end = whole * bytes + (last ? groups.header + last / LINE_NUMBERS * 64 : 0);
+        auto expand = [&](int64_t g, int64_t count) __attribute__((always_inline)) {
+            for (int p = 0; p < P; p++) {
+                const char *soon = this->panels[first + p] + g * bytes + AHEAD;
+                if (g * bytes + AHEAD >= end) soon += next[first + p] - this->panels[first + p] - end;
+                for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(soon + i, 0, 2);
+                expand_groups<Dot, ZEROS>(groups, this->panels[first + p] + g * bytes, count,
+                                          ring[p] + g % RING * GROUP_BYTES);
+            }
+        };
+        auto feed = [&](int64_t g) __attribute__((always_inline)) {
+            if (g + EARLY < whole) expand(g + EARLY, groups.group);
+            return g % RING * GROUP_BYTES;
+        };
+        for (int64_t g = 0; g < std::min(EARLY, whole); g++) expand(g, groups.group);
+        F *acc = this->acc + first;
+        const int64_t words = groups.group / Dot::PER_WORD;
+        if (whole) product_of_groups<Dot, R, P>(this->x, this->x_stride, whole, words, expanded, acc, this->acc_stride, feed);
+        if (last) {
+            expand(whole, last);
+            product_of_groups<Dot, R, P>(this->x + whole * words * 4, this->x_stride, 1, last / Dot::PER_WORD, expanded, acc,
+                                         this->acc_stride, [&](int64_t) { return whole % RING * GROUP_BYTES; });
+        }
+    }
+};
+#endif
+
 // Tile of expanded panels in the cache. Before the words of each group are its scales in float32.
 template <class Dot>
 struct Int4BlockTile : Tile<Dot> {
@@ -164,6 +328,15 @@ struct Int4BlockTile : Tile<Dot> {
         if (this->fresh) clear<R, P>(this->acc, this->acc_stride);
         SpreadPrefetch fetch = ahead;
         fetch.start(this->words);
+#if defined(__AMX_TILE__)
+        if constexpr (BY_TILES<Dot>) {
+            each_pair<P>([&](auto p, auto some) __attribute__((always_inline)) {
+                product_of_expanded<Dot, R, some>(x, this->x_stride, this->words, group_words, w + p, this->acc + p,
+                                                  this->acc_stride, fetch);
+            });
+            return;
+        }
+#endif
         for (int64_t done = 0, count; done < this->words; done += count) {
             count = std::min(group_words, this->words - done);
             F sums[R][P], scale[P];
@@ -188,39 +361,32 @@ struct Int4 : Int4Panels<D> {
     using Int4Panels<D>::Int4Panels;
     using Int4Panels<D>::groups;
 
-    INLINE Int4OnceTile<Dot> once(const Tile<Dot> &tile, const char *const *next) const { return {tile, groups, next}; }
+#if defined(__AMX_TILE__)
+    typedef std::conditional_t<BY_TILES<Dot>, Int4TileOrderOnceTile<Dot>, Int4OnceTile<Dot>> Once;
+#else
+    typedef Int4OnceTile<Dot> Once;
+#endif
+    INLINE Once once(const Tile<Dot> &tile, const char *const *next) const { return {tile, groups, next}; }
     template <class TileDot, bool>
     INLINE Int4BlockTile<TileDot> in_block(const Tile<TileDot> &tile, const SpreadPrefetch &ahead) const {
         return {tile, groups.group / TileDot::PER_WORD, ahead};
     }
     // Expanded panels stay in the second-level cache.
-    static int64_t block(int64_t, int64_t words) { return Int4::block_of(words, LineSteps<Dot>::PAIRS ? 3072 : 256); }
+    static int64_t block(int64_t, int64_t words) {
+#if defined(__AMX_TILE__)
+        if (BY_TILES<Dot>) return Int4::block_of(words, 384);  // two panels stay in the first-level cache
+#endif
+        return Int4::block_of(words, LineSteps<Dot>::PAIRS ? 3072 : 256);
+    }
+#if defined(__AMX_TILE__)
+    static bool tall(int64_t) { return BY_TILES<Dot>; }  // a tile register of weights serves all rows
+#endif
     void expand(const char *block, int64_t words, char *out) const {
+        typedef typename Inner<Dot>::type By;
         if (groups.has_zeros)
-            expand_groups<true>(block, words * Dot::PER_WORD, out);
+            expand_groups<By, true>(groups, block, words * Dot::PER_WORD, out);
         else
-            expand_groups<false>(block, words * Dot::PER_WORD, out);
-    }
-
-  private:
-    typedef LineSteps<typename Inner<Dot>::type> By;
-    template <bool ZEROS>
-    void expand_groups(const char *w, int64_t left, char *out) const {
-        for (int64_t count; left > 0; left -= count) {
-            count = std::min(left, groups.group);
-            typename By::Zeros zeros = By::template zeros<ZEROS>(groups, w);
-            store(reinterpret_cast<float *>(out), groups.scale(w));
-            w += groups.header, out += PANEL_WORD_BYTES;
-            for (int64_t i = 0; i < count; i += LINE_NUMBERS, w += 64, out += By::COUNT * PANEL_WORD_BYTES)
-                expand_line<ZEROS>(w, zeros, out);
-        }
-    }
-    template <bool ZEROS, int S = 0>
-    static INLINE void expand_line(const char *line, const typename By::Zeros &zeros, char *out) {
-        typename By::W numbers = By::template get<S, ZEROS>(line, zeros);
-        static_assert(sizeof numbers == PANEL_WORD_BYTES, "a word of 16 columns");
-        std::memcpy(out + S * PANEL_WORD_BYTES, &numbers, sizeof numbers);
-        if constexpr (S + 1 < By::COUNT) expand_line<ZEROS, S + 1>(line, zeros, out);
+            expand_groups<By, false>(groups, block, words * Dot::PER_WORD, out);
     }
 };
 

@@ -67,7 +67,7 @@ struct Int4Panels {
     Groups groups;
 
     explicit Int4Panels(const Op &op) : groups(op) {}
-    static bool unpacks(int64_t) { return false; }
+    static bool tall(int64_t) { return false; }
     static bool expands(int64_t) { return true; }
     static int64_t expanded_bytes(int64_t words) {
         return (words * Inner<Dot>::WORDS + ceil_div(words * Dot::PER_WORD, MIN_GROUP)) * PANEL_WORD_BYTES;

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels import native
+from npuserve.kernels.int4_weight import int4_of
 from npuserve.kernels.native.packed import PackedWeight
+from npuserve.kernels.quantized import DYNAMIC, Scheme
 from tests.kernels.variants import ISAS
 
 BUILT = native.library().source.split()[1:] if native.available() else []
@@ -63,6 +65,28 @@ def test_linear_row_bits_are_independent_of_other_rows(
     for rows in ROWS:
         first = x[len(x) - rows :].contiguous()
         assert torch.equal(linear(first, weight, compact), together[len(x) - rows :]), rows
+
+
+@pytest.mark.parametrize(("size", "zeros", "inputs"), [
+    (32, False, None), (64, True, None), (128, False, None), (32, False, DYNAMIC), (128, False, DYNAMIC)])
+@pytest.mark.parametrize(("k", "n"), [(40, 33), (1024, 48), (1112, 80)])
+def test_linear_int4_row_bits_are_independent_of_other_rows(
+    isa: str, size: int, zeros: bool, inputs: Scheme | None, k: int, n: int
+) -> None:
+    x, weight = operands(k, n, torch.bfloat16)
+    packed = int4_of(weight.float(), size, torch.bfloat16, zeros=zeros, inputs=inputs).packed()
+
+    def product_of(x: Tensor) -> Tensor:
+        out = torch.empty(len(x), n, dtype=torch.bfloat16)
+        native.call("linear", *packed.native_product("linear", x, [None, out, None], [], [len(x), k, n]))
+        return out
+
+    together = product_of(x)
+    exact = packed.linear(x, None)
+    assert (together.float() - exact.float()).abs().max() <= exact.float().abs().max() * 2**-7
+    for rows in (*range(1, 14), *ROWS):
+        first = x[len(x) - rows :].contiguous()
+        assert torch.equal(product_of(first), together[len(x) - rows :]), rows
 
 
 @pytest.mark.parametrize("rows", [1, 32, 300])
