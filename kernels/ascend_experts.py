@@ -22,6 +22,7 @@ MAX_EXPERTS = 1024
 MAX_CHOSEN = 1024
 """Maximum experts of a token (aclnnMoeGatingTopKSoftmaxV2.md)."""
 
+
 @dataclass(slots=True, eq=False)
 class AscendRouting:
     """Experts of the tokens of a step; see `experts.Routing`.

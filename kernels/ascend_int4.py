@@ -87,7 +87,6 @@ class AscendInt4:
             x, self.words, self.scale, antiquant_offset=self.offset, bias=bias, antiquant_group_size=size)
         return out
 
-
     def grouped_product(self, x: Tensor, groups: Groups) -> Tensor:
         """Multiply rows x [R, K] by the numbers of their experts. The operator takes no absent offset."""
         offset = _zeros(self.scale.shape, x.dtype, x.device) if self.offset is None else self.offset

@@ -83,12 +83,12 @@ class WeightForm:
 
     @property
     def unplanned_bytes(self) -> int:
-        """Bytes beyond those that `Backend.weight_bytes` plans."""
+        """Bytes beyond those that `WeightLayout.nbytes` plans."""
         return 0
 
     @property
     def unplanned_reads(self) -> int:
-        """Bytes that a product reads beyond those that `Backend.weight_bytes` plans."""
+        """Bytes that a product reads beyond those that `WeightLayout.nbytes` plans."""
         return 0
 
     @abstractmethod

@@ -59,7 +59,7 @@ class Group:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Place of this rank on its host, see `Backend`."""
+        """Place of this rank on its host, see `DeviceSettings`."""
         return self.rank % self.local, self.local
 
     def broadcast(self, message: bytes = b"") -> bytes:

@@ -180,7 +180,6 @@ class StepResult:
     hidden: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     drafts: dict[int, list[int]] = field(default_factory=dict)
 
-
     def drafts_after(self, row: Row, count: int) -> list[int]:
         """Return the drafts that follow the first `count` samples of a row; [] if they follow other ones."""
         drafts = self.drafts.get(row.request_id)

@@ -54,7 +54,7 @@ def load_weights(
 ) -> ModelWeights:
     """Load the weights in `folder` as `dtype` to the backend's device.
 
-    loaded: the backend's storage contains the weights already (`Backend.sharing`).
+    loaded: the backend's storage contains the weights already (`DeviceMemory.sharing`).
 
     Raises ModelError for tensors that are missing, unknown, or of the wrong shape or type, and for invalid numbers.
     Raises BackendError for a quantization that the kernels do not support.

@@ -138,7 +138,7 @@ class MetaModel:
     """Model on tensors without memory.
 
     dtype: dtype of weights and activations.
-    vocabulary_tile, int8_levels: see `Backend`.
+    vocabulary_tile, int8_levels: see `Capabilities`.
     block_size: tokens of a KV-cache block.
     cache_dtype: `dtype`, or that of a quantized cache with scales of `scale_dtype`.
     state_dtype: of the states of linear attention.

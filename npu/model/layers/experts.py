@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 PANEL = 16
 """The columns of an expert on a rank must be a multiple of this: its weights are whole panels of the kernels."""
 
-
 STACKED_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Tensor of a checkpoint that stacks the experts -> matrices of each expert in it, by rows."""
 
