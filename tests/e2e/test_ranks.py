@@ -109,7 +109,7 @@ def shares_weights() -> bool:
     from npuserve.npu.backends.cpu import CpuBackend
 
     with (open(os.memfd_create("test"), "rb") as file,
-          CpuBackend().sharing(file.fileno(), filled=False) as possible):
+          CpuBackend().memory.sharing(file.fileno(), filled=False) as possible):
         return bool(possible)
 
 
