@@ -199,6 +199,12 @@ def wanted_isas(compiler: list[str]) -> set[str]:
     return {*names, *(NARROWER[name] for name in names & NARROWER.keys()), list(ISAS)[-1]}
 
 
+def prerequisites(rule: str) -> list[Path]:
+    """Return the files after the target of a make rule, in which spaces and "#" follow a backslash, and "$" is "$$"."""
+    names = re.findall(r"(?:\\.|\S)+", rule.partition(": ")[2].replace("\\\n", " "))
+    return [Path(re.sub(r"\\([ #])|\$(\$)", r"\1\2", name)) for name in names]
+
+
 def compile_objects(
     compiler: list[str], folder: Path, isas: dict[str, tuple[str, ...]], into: str, extra: tuple[str, ...] = ()
 ) -> list[str]:
@@ -227,8 +233,8 @@ def compile_objects(
         # Without `folder`, so that every checkout of the same sources reuses the objects.
         key = hashlib.sha256(f"{version}\0{compiler, options}".encode())
         rule = run([*compiler, *options, f"-I{folder}", "-MM", str(file)])  # "linear.o: linear.cpp gemm/tile.h …"
-        for included in rule.partition(": ")[2].replace("\\\n", " ").split():
-            _add_file(key, Path(included), folder)
+        for included in prerequisites(rule):
+            _add_file(key, included, folder)
         made = kept / f"{file.stem}-{key.hexdigest()}.o"
         if not made.exists():
             part = Path(into, f"{made.stem}.part")

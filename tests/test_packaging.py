@@ -406,6 +406,18 @@ def test_wanted_isas_are_the_widest_of_the_processor_by_default(
         setup_py.wanted_isas(compiler)
 
 
+def test_build_in_a_folder_with_a_space_keeps_objects(
+    setup_py: ModuleType, compiler: list[str], pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = pieces.rename(tmp_path / "my $1 #pieces")
+    monkeypatch.setenv("NATIVE_OBJECTS", str(tmp_path / "kept objects"))
+    assert "portable" in setup_py.build(tmp_path / "lib.so", folder)
+    kept = {path.name for path in (tmp_path / "kept objects").iterdir()}
+    (folder / "group.h").write_text("#define NUMBER 2")
+    setup_py.build(tmp_path / "lib.so", folder)
+    assert kept < {path.name for path in (tmp_path / "kept objects").iterdir()}
+
+
 def test_build_for_another_processor_keeps_a_library_with_more_and_replaces_one_with_less(
     setup_py: ModuleType, compiler: list[str], pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
