@@ -77,7 +77,7 @@ def route_experts(
     places = torch.where(local < count, places, -1).int().view_as(experts)
     if tokens is not None:
         tokens += begins.diff()
-    return Routing(weights, places, begins)
+    return Routing(weights, places, begins, len(weight))
 
 
 @native.implementation(route_experts)
@@ -94,7 +94,7 @@ def _(
         ("router_logits", x.dtype, [x, weight, logits], [*x.shape, experts]),
         ("choose_experts", torch.float32, [logits, chosen, weights], [rows, experts, top_k, renormalize]),
         ("group_experts", torch.int32, [chosen, places, begins, tokens], [rows, top_k, first, count]))
-    return Routing(weights, places, begins)
+    return Routing(weights, places, begins, experts)
 
 
 @triton.implementation(route_experts)
@@ -394,7 +394,7 @@ def _golden_routing(routing: AscendRouting) -> Routing:
     routing.gather(routing.weights.new_zeros(len(routing.chosen), native.LANES), None)
     places, groups = routing.gathered
     begins = F.pad(groups.tokens.cumsum(0), (1, 0)).int()
-    return Routing(routing.weights, places.view_as(routing.chosen), begins)
+    return Routing(routing.weights, places.view_as(routing.chosen), begins, routing.experts)
 
 
 @ascend.implementation(route_experts, result=_golden_routing)

@@ -371,7 +371,7 @@ def mixture_prediction(batches: Sequence[int], context: int, bandwidth: float) -
             for batch in batches:
                 step = decode_hybrid(config, batch, context, quantized)
                 best, worst = predicted(step.nbytes, tasks, attention, bandwidth)
-                distinct = distinct_experts(batch, experts.top_k, experts.count)
+                distinct = distinct_experts(batch, experts.top_k, experts.count, experts.count)
                 rows.append([model, name, str(batch), str(tasks), f"{step.weights / 1e9:.1f}",
                              f"{distinct:.0f} of {experts.count}", f"{step.nbytes / 1e9:.1f}",
                              f"{milliseconds(step.nbytes, bandwidth):.1f}", f"{best:.1f} – {worst:.1f}"])

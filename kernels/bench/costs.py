@@ -217,10 +217,13 @@ def _by_experts(x: Tensor | Quantized, weight: Weight, routing: Routing, out: in
     """
     form = form_of(weight)
     tokens, top_k = routing.places.shape
-    rows, experts = tokens * top_k, routing.experts
-    read = distinct_experts(tokens, top_k, experts)
-    if not routing.begins.is_meta:
-        rows, read = int(routing.begins[-1]), float((routing.begins.diff() > 0).sum())
+    experts = routing.experts
+    if routing.begins.is_meta:
+        rows = tokens * top_k * experts // routing.all_experts
+        read = distinct_experts(tokens, top_k, routing.all_experts, experts)
+    else:
+        rows = int(routing.begins[-1])
+        read = float((routing.begins.diff() > 0).sum())
     return Cost(nbytes(x, routing) + int(nbytes(weight) * read / experts) + out, 2 * rows * prod(form.shape) // experts,
                 _KINDS[form.operand_dtype], cold=(1,))
 

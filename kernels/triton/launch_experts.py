@@ -65,7 +65,7 @@ def route_experts(
     weights = torch.empty(rows, top_k, dtype=torch.float32, device=x.device)
     begins = torch.empty(count + 1, dtype=torch.int32, device=x.device)
     if not rows:
-        return Routing(weights, places, begins.zero_())
+        return Routing(weights, places, begins.zero_(), experts)
     width = power(experts)
     most = max(1, CHOSEN_AT_ONCE // width)
     block = min(most, next((few for few in _FEW_TOKENS if rows <= few), most))
@@ -84,7 +84,7 @@ def route_experts(
         place_experts_kernel[(programs,)](
             chosen=chosen, counts=counts, places=places, begins=begins, rows_of_expert=tokens, tokens=rows,
             first=first, count=count, programs=programs, **sizes, **dependent(x))
-    return Routing(weights, places, begins)
+    return Routing(weights, places, begins, experts)
 
 
 def experts_swiglu(
@@ -134,25 +134,32 @@ def sum_experts(results: Tensor, routing: Routing, shared: Tensor | None, gate: 
 
 def choose_tiles(
     kind: Kind, itemsize: int, tokens: int, top_k: int, experts: int, n: int, k: int, processors: int, form: Form = "",
-    *, groups: bool = False,
+    *, all_experts: int = 0, groups: bool = False,
 ) -> Tiles:
-    """Return the tiles of a product by `experts`, of which each of `tokens` chooses `top_k`, each as often as another.
+    """Return the tiles of a product by `experts`, if tokens choose each expert as often as another.
 
-    n: rows of the weight of an expert. The other arguments are those of `linear_tiles.choose`.
+    top_k: number of experts of each of `tokens`.
+    experts: number of experts of this rank.
+    n: rows of the weight of an expert.
+    all_experts: number of experts of all ranks; 0 if this rank has all.
+    The other arguments are those of `linear_tiles.choose`.
     groups: the results are to be quantized in groups, which tiles of few rows then have whole (`quantizes`).
 
     A tile holds half as many rows again as an expert has on average, so that few weights are read twice. Nothing was
     measured on a device.
     """
-    chosen = max(1.0, distinct_experts(tokens, top_k, experts))
-    rows = math.ceil(1.5 * tokens * top_k / chosen) if tokens > BUCKETS[0] else 1
+    all_experts = all_experts or experts
+    chosen = max(1.0, distinct_experts(tokens, top_k, all_experts, experts))
+    rows = math.ceil(1.5 * tokens * top_k * experts / all_experts / chosen) if tokens > BUCKETS[0] else 1
     tiles = replace(calculated(kind, itemsize, rows, n, k, processors, form), split=1)
     if form == "int4" and kind == "linear_swiglu" and tiles.m == 64:  # the pointers of x take registers too
         tiles = replace(tiles, m=32)
     if groups and form == "grouped float8" and tiles.m <= _GROUPED_ROWS:
         tiles = replace(tiles, n=GROUP, warps=8, stages=3)
     outputs = n // 2 if kind == "linear_swiglu" else n
-    count = -(-outputs // tiles.n) * round(chosen)
+    count = -(-outputs // tiles.n) * -(-rows // tiles.m) * round(chosen)
+    if rows > BUCKETS[-2]:
+        return tiles
     return replace(tiles, split=parts_of(count, tiles, kind, itemsize, k, processors))
 
 
@@ -188,7 +195,8 @@ def _product(
         return torch.empty(0, n, dtype=operands.dtype, device=values.device)
     shape = kind, values.itemsize, tokens, top_k, experts, rows_of_expert, operands.k
     tiles = tiles or fitted(
-        choose_tiles(*shape, processors(values.device), operands.form, groups=scheme is not None and scheme.grouped),
+        choose_tiles(*shape, processors(values.device), operands.form, all_experts=routing.all_experts,
+                     groups=scheme is not None and scheme.grouped),
         kind, values.itemsize, shared_memory(values.device))
     out = torch.empty(pairs, n, dtype=operands.dtype, device=values.device)
     out_scale = None

@@ -258,8 +258,8 @@ class ModelConfig:
         """Read `folder`/config.json, and how the model pools. Raises ModelError.
 
         task: see `read_pooling`.
-        float8, int4: the device multiplies weights in float8, and in 4 bits (`Capabilities`). Others become floats while
-            loading.
+        float8, int4: the device multiplies weights in float8, and in 4 bits (`Capabilities`). Others become floats
+            while loading.
         mtp: whether the head for multi-token prediction is loaded.
         """
         path = Path(folder) / "config.json"

@@ -231,7 +231,7 @@ def idle_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend, tokens
     for index in range(config.num_layers):
         for block in stored_blocks(config, index):
             if isinstance(layer := block.layer, Experts):
-                share = 1 - distinct_experts(tokens, layer.top_k, layer.count) / layer.count
+                share = 1 - distinct_experts(tokens, layer.top_k, layer.count, 1)
                 idle += share * sum(matrix.nbytes(dtype, backend) for field, matrix in block.parameters.items()
                                     if field in layer.by_expert and isinstance(matrix, StoredMatrix))
     return int(idle)

@@ -100,7 +100,7 @@ class CostRecorder:
     ) -> Routing:
         self._record("route_experts", x, weight, top_k, renormalize, first, count, tokens)
         return Routing(meta(len(x), top_k, dtype=torch.float32), meta(len(x), top_k, dtype=torch.int32),
-                       meta(count + 1, dtype=torch.int32))
+                       meta(count + 1, dtype=torch.int32), len(weight))
 
     def experts_swiglu(
         self, x: Tensor, weight: Weight, routing: Routing, scheme: Scheme | None = None

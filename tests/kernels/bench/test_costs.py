@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from npuserve.kernels.attention import AttentionMetadata
-from npuserve.kernels.bench.costs import COSTS, cost, nbytes
+from npuserve.kernels.bench.costs import COSTS, Cost, cost, nbytes
 from npuserve.kernels.quantized import DYNAMIC, Quantized, Scheme
 from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.registry import KERNELS, Case
+from npuserve.kernels.routing import Routing
 
 
 def test_costs_cover_every_kernel() -> None:
@@ -65,3 +66,22 @@ def test_cost_of_attention_counts_visible_keys() -> None:
     products = 2 * 6 * 8 * (7 + 2 + 3 + 4)  # with the keys, then with the values
     assert made.operations == 2 * products
     assert made.nbytes == 4 * (2 * 4 * 6 * 8 + 2 * (7 + 4) * 2 * 8)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 1023, 1024])
+def test_cost_of_a_rank_with_fewer_experts_than_top_k(tokens: int) -> None:
+    """The ranks' costs add up to that of all experts, but for x and the routing."""
+
+    def of_rank(held: int) -> Cost:
+        routing = Routing(
+            torch.empty(tokens, 8, device="meta"), torch.empty(tokens, 8, dtype=torch.int32, device="meta"),
+            torch.empty(held + 1, dtype=torch.int32, device="meta"), 16)
+        weight = torch.empty(held * 64, 32, device="meta")
+        given = nbytes(routing) + 4 * tokens * 32 + 4 * tokens * 8 * 32
+        made = cost("experts_swiglu", (torch.empty(tokens, 32, device="meta"), weight, routing))
+        return Cost(made.nbytes - given, made.operations, made.kind)
+
+    one, every = of_rank(2), of_rank(16)
+    assert one.nbytes == pytest.approx(every.nbytes / 8, abs=8)
+    assert every.nbytes == pytest.approx(16 * 64 * 32 * 4 * (1 - 0.5**tokens), abs=1)
+    assert 8 * one.operations == every.operations

@@ -133,7 +133,33 @@ def test_tiles_of_any_choice_are_within_the_bound(
         logits = torch.randn(tokens, experts, generator=chance) + spread * torch.randn(experts, generator=chance)
         rows = torch.bincount(logits.topk(top_k).indices.flatten(), minlength=experts)
         assert int(((rows + m - 1) // m).sum()) <= bound
-    assert bound <= experts * -(-tokens // m)
+
+
+def test_tiles_bound_with_one_token_is_the_number_of_its_experts(launch: ModuleType) -> None:
+    assert launch.tile_bound(1, 8, 128, 16) == 8
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 1024, 8192])
+@pytest.mark.parametrize("kind", ["linear_swiglu", "linear"])
+def test_tiles_of_a_rank_are_those_of_all_experts(launch: ModuleType, kind: Kind, tokens: int) -> None:
+    """A rank with every eighth expert has an eighth of the rows, so that an expert has as many as on one device."""
+    every, of_rank = (
+        launch.choose_tiles(kind, 2, tokens, 8, experts, 1536, 2048, 132, all_experts=128) for experts in (128, 16))
+    assert replace(of_rank, split=1) == replace(every, split=1)
+
+
+@pytest.mark.parametrize("tokens", [1, 1023, 1024, 8192])
+def test_tiles_of_a_rank_with_fewer_experts_than_top_k(launch: ModuleType, tokens: int) -> None:
+    tiles, of_all = (launch.choose_tiles("linear", 2, tokens, 8, held, 1536, 2048, 132, all_experts=16)
+                     for held in (2, 16))
+    assert replace(tiles, split=1) == replace(of_all, split=1)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(512, 8), (1024, 8), (8192, 8), (2048, 128)])
+@pytest.mark.parametrize("kind", ["linear_swiglu", "linear"])
+def test_tiles_of_many_rows_do_not_split_k(launch: ModuleType, kind: Kind, tokens: int, experts: int) -> None:
+    """Row tiles alone occupy the device."""
+    assert launch.choose_tiles(kind, 2, tokens, 2, experts, 4096, 14336, 132).split == 1
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
