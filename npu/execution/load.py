@@ -125,7 +125,9 @@ def load_runner(
         measured = _measured(device, config, weights, build, plan, length, max_num_batched_tokens)
         plan = planned(measured=measured)
         plan.require_fit()
-    unplanned = weights.unplanned_bytes + (drafting.unplanned_bytes if drafting else 0)
+    unplanned = 0  # a kept plan has these bytes
+    if plan is not kept:
+        unplanned = sum(model.unplanned_bytes for model in (weights, drafting) if model)
     plan = _completed(plan, unplanned, config, device, group)
     runner = build(
         num_blocks=plan.num_blocks, num_slots=plan.num_slots, max_model_len=plan.max_model_len,
@@ -235,7 +237,7 @@ def _completed(
 ) -> MemoryPlan:
     """Return the plan with the weights that could not be compacted, and with the smallest KV cache of the ranks.
 
-    unplanned: bytes of these weights beyond the plan.
+    unplanned: bytes of these weights that the plan lacks.
 
     Raises ModelError if it does not fit.
     """

@@ -120,7 +120,8 @@ class Runner:
         dtype = weights.dtype
         self.dtype_name = str(dtype).removeprefix("torch.")
         self.backend_name = backend.name
-        self.weights_bytes = stored_bytes(config, dtype, backend) + weights.unplanned_bytes
+        unplanned_bytes = sum(model.unplanned_bytes for model in (weights, draft) if model)
+        self.weights_bytes = stored_bytes(config, dtype, backend) + unplanned_bytes
         self.read_bytes = read_bytes(config, dtype, backend) + weights.unplanned_reads
         can = backend.capabilities
         self.deterministic = can.deterministic

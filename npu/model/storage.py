@@ -220,13 +220,17 @@ def array_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def read_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
-    """Return the part of `stored_bytes` that a step reads: all but an embedding that is not tied to the LM head."""
-    embedding, *head = tables(config, backend.capabilities.vocabulary_tile)
-    return stored_bytes(config, dtype, backend) - (embedding.nbytes(dtype, backend) if head else 0)
+    """Return the part of `stored_bytes` that a step without drafts reads.
+
+    It is all but the MTP head, a smaller model that drafts, and an embedding that is not tied to the LM head.
+    """
+    decoder = replace(config, mtp=(), draft=None)
+    embedding, *head = tables(decoder, backend.capabilities.vocabulary_tile)
+    return stored_bytes(decoder, dtype, backend) - (embedding.nbytes(dtype, backend) if head else 0)
 
 
 def idle_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend, tokens: int) -> int:
-    """Return the bytes of the experts that no token of a step is expected to choose, if each chooses at random."""
+    """Return the part of `read_bytes` of experts that no token is expected to choose, if each chooses at random."""
     idle = 0.0
     for index in range(config.num_layers):
         for block in stored_blocks(config, index):

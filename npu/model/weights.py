@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -106,8 +106,8 @@ class ModelWeights:
 
     @property
     def unplanned_reads(self) -> int:
-        """Bytes that a step reads of such weights beyond `read_bytes`."""
-        return sum(form.unplanned_reads for form in self._forms)
+        """Bytes that a step without drafts reads of such weights beyond `read_bytes`."""
+        return sum(form.unplanned_reads for form in replace(self, mtp=None)._forms)
 
     @property
     def _forms(self) -> list[WeightForm]:
@@ -136,20 +136,23 @@ class ModelWeights:
         Call it once all other rows hold the checkpoint's numbers.
         """
         self._fill_padding(vocabulary)
-        for block in self.blocks:
-            for name, weight in block.weights._asdict().items():
-                if isinstance(weight, Linear):
-                    experts = block.layer.experts_of(name)
-                    backend.weights.prepare(form_of(weight.weight), table=False, experts=experts)
+        for form, experts in self._layer_weights():
+            backend.weights.prepare(form, table=False, experts=experts)
         head = form_of(self.lm_head.weight)
         backend.weights.prepare(head, table=head is self.embedding)
 
     def _linear_weights(self) -> list[WeightForm]:
-        blocks = [*self.blocks, *(chain.from_iterable(self.mtp.layers) if self.mtp else ())]
-        linears = [linear for block in blocks for linear in block.linears]
+        return [*(form for form, _ in self._layer_weights()), form_of(self.lm_head.weight)]
+
+    def _layer_weights(self) -> Iterator[tuple[WeightForm, int]]:
+        """Yield the weights of the linear layers, also of the MTP head, and their experts; 0 for one matrix."""
+        mtp_blocks = chain.from_iterable(self.mtp.layers) if self.mtp else ()
+        for block in chain(self.blocks, mtp_blocks):
+            for name, linear in block.weights._asdict().items():
+                if isinstance(linear, Linear):
+                    yield form_of(linear.weight), block.layer.experts_of(name)
         if self.mtp:
-            linears.append(self.mtp.fc)
-        return [form_of(linear.weight) for linear in (*linears, self.lm_head)]
+            yield form_of(self.mtp.fc.weight), 0
 
     def _fill_padding(self, vocabulary: int) -> None:
         head = form_of(self.lm_head.weight)

@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from npuserve.kernels.native import available, library
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, gemm_of
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.load import SharedMemory
+from npuserve.npu.model.storage import stored_bytes
 from tests.npu.execution.test_runner import Driver, load
 from tests.support.models import random_model, saved, saved_w8a8
 
@@ -80,6 +83,25 @@ def test_shared_weights_restart_reads_no_files(kind, shared, tmp_path, no_readin
         assert (again.num_blocks, again.max_model_len) == (first.num_blocks, first.max_model_len)
         assert told(again.shared_weights) == left
         assert tokens(again) == alone
+
+
+def test_shared_weights_restart_keeps_the_plan_of_a_draft_that_is_not_compact(shared, tmp_path):
+    """Bytes of its weights beyond the plan are added once."""
+    model = random_model("qwen3")
+    folder = saved(model, tmp_path / "model")
+    draft = saved(model, tmp_path / "draft")
+    exponents = torch.rand((32, 48), generator=torch.Generator().manual_seed(0)) * 200 - 100
+    tensors = load_file(draft / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"] = torch.exp2(exponents)
+    save_file(tensors, draft / "model.safetensors", {"format": "pt"})
+    settings = {"dtype": "bfloat16", "cpu": CpuKernelSettings(weights="compact"), "max_drafts": 4}
+    first = load(folder, memory=SharedMemory(shared), draft=draft, **settings)
+    left = told(first.shared_weights)
+    assert first.weights_bytes > stored_bytes(first.config, torch.bfloat16, first.backend)
+    for _ in range(2):
+        again = load(folder, memory=SharedMemory(shared, left), draft=draft, **settings)
+        assert told(again.shared_weights) == left
+    assert again.weights_bytes == first.weights_bytes
 
 
 def test_shared_weights_changed_model_is_loaded(shared, tmp_path):

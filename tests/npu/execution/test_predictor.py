@@ -17,12 +17,15 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from npuserve.kernels import native
+from npuserve.kernels.weight import WeightForm, form_of
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.backends.weight_layout import WeightLayout
 from npuserve.npu.execution.load import check_draft_device, possible_mtp
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
+from npuserve.npu.model.storage import read_bytes, stored_bytes
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.step import Row, SamplingParams, StepResult
 from npuserve.service.speculation.speculator import Mode
@@ -283,6 +286,33 @@ def test_head_has_the_form_of_the_checkpoint(tmp_path: Path, form: str) -> None:
     if runner.deterministic:
         assert drafted == plain
     assert drafting.accepted > 0.3 * drafting.drafted
+
+
+def test_weights_of_a_head_are_prepared_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_hybrid(0)
+    add_mtp(model, saved(model, tmp_path))
+    prepared: list[WeightForm] = []
+    monkeypatch.setattr(WeightLayout, "prepare", lambda self, weight, **_: prepared.append(weight))
+    weights = load_weights(tmp_path, ModelConfig.from_folder(tmp_path, mtp="on"), torch.float32, CpuBackend())
+    assert weights.mtp is not None
+    linears = [linear for blocks in (*weights.layers, *weights.mtp.layers) for block in blocks
+               for linear in block.linears]
+    expected = [form_of(linear.weight) for linear in (*linears, weights.mtp.fc, weights.lm_head)]
+    assert [id(weight) for weight in prepared] == [id(weight) for weight in expected]
+
+
+@pytest.mark.parametrize("drafter", ["head", "draft model"])
+def test_bytes_of_a_step_are_without_what_drafts(tmp_path: Path, drafter: str) -> None:
+    model = random_hybrid(0)
+    folder = saved(model, tmp_path / "model")
+    config, backend = ModelConfig.from_folder(folder), CpuBackend()
+    if drafter == "head":
+        add_mtp(model, folder)
+        drafting = ModelConfig.from_folder(folder, mtp="on")
+    else:
+        drafting = replace(config, draft=ModelConfig.from_folder(saved(random_model("qwen3"), tmp_path / "draft")))
+    assert read_bytes(drafting, torch.float32, backend) == read_bytes(config, torch.float32, backend)
+    assert stored_bytes(drafting, torch.float32, backend) > stored_bytes(config, torch.float32, backend)
 
 
 def test_head_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
