@@ -31,6 +31,7 @@ class Capabilities:
     experts: the kernels support mixtures of experts.
     predicts: steps support a head or a smaller model that drafts tokens (`Row.predicts`).
     ragged_experts: groups of 4 bits may not divide the columns of an expert.
+    widens_routers: the router multiplies by a copy of its weight in float32, which is kept beside other dtypes.
     counts_together: the counters of all layers are added to once a step (`StateStore.count`), not by kernels of each.
 
     State of requests:
@@ -78,6 +79,7 @@ class Capabilities:
     experts: bool = False
     predicts: bool = False
     ragged_experts: bool = True
+    widens_routers: bool = False
     counts_together: bool = False
 
     block_size: int

@@ -128,7 +128,7 @@ class BatchBuffers:
     vocabulary: ids that captured steps sample from, if the backend captures the sampler; 0 for no sampling.
     num_slots: slots of fixed state, after which padding rows have one of their own; 0 if the model has no such state.
     max_drafts: most drafts of a step; each is one more token to sample.
-    predicts: the model has a head for drafts.
+    has_mtp: the model has a head for multi-token prediction.
 
     `tokens` and `decode` return the memory of the first part, so that a step captured on it reads the inputs uploaded
     last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`. This padding
@@ -137,7 +137,7 @@ class BatchBuffers:
 
     def __init__(
         self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, padding_block: int | None,
-        backend: Backend, vocabulary: int = 0, num_slots: int = 0, max_drafts: int = 0, *, predicts: bool = False,
+        backend: Backend, vocabulary: int = 0, num_slots: int = 0, max_drafts: int = 0, *, has_mtp: bool = False,
     ):
         self._limits = max_tokens, max_rows, max_blocks
         self._max_samples = max_samples = max_rows + max_drafts
@@ -158,8 +158,8 @@ class BatchBuffers:
         self._num_slots = num_slots
         if num_slots:
             sections["state_slots"] = (rows, torch.int64)
-        self._predicts = predicts
-        if predicts:
+        self._has_mtp = has_mtp
+        if has_mtp:
             sections["next_ids"] = (tokens, torch.int64)
         self._vocabulary = vocabulary if backend.capabilities.sampler_filters else 0
         if self._vocabulary:
@@ -292,7 +292,7 @@ class BatchBuffers:
         first = width = num_samples = 0
         for rows, size in parts:
             part, blocks = self._fill(self._at[self._current], rows, max(size, len(rows)), first, sampled)
-            if self._predicts:
+            if self._has_mtp:
                 here = slice(first, first + part.tokens)
                 self._at[self._current]["next_ids"][here] = _next_ids(rows, num_samples)
             num_samples += len(part.samples)
@@ -409,7 +409,7 @@ class BatchBuffers:
             ),
             state_slots=on["state_slots"][first : first + rows] if self._num_slots else None,
             sample_tokens=on["sample_tokens"][first : first + samples],
-            next_ids=on["next_ids"][here] if self._predicts else None,
+            next_ids=on["next_ids"][here] if self._has_mtp else None,
         )
 
 

@@ -67,7 +67,7 @@ class HostPlan:
 class MemoryPlan:
     """Bytes by part, and the settings derived from them.
 
-    weights: weights and the table of rotary embeddings.
+    weights: weights, their copies in float32, and the table of rotary embeddings.
     kv_cache: num_blocks blocks of block_size tokens.
     activations: activations of a step of max_num_batched_tokens tokens, or of the decode rows with a `host` plan.
     logits: logits of max_num_seqs rows and the drafts of a step, and their sampling.
@@ -188,7 +188,7 @@ def predict(
     resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
     length = _checked_length(config, max_model_len)
     available = measured.available if measured else backend.memory.available() - reserved
-    weights = stored_bytes(config, resolved, backend)
+    weights = stored_bytes(config, resolved, backend) + _wide_router_bytes(config, resolved, backend)
     activations = _device_activations(
         config, backend, prefill, max_num_seqs, max_num_batched_tokens, length, resolved.itemsize)
     activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
@@ -238,6 +238,14 @@ def rotary_bytes(config: ModelConfig, length: int) -> int:
     """Return the bytes of the table of rotary embeddings (`rope.cos_sin_table`), and of that of a model that drafts."""
     nbytes = length * config.rotary_dim * torch.float32.itemsize
     return nbytes + (rotary_bytes(config.draft, length) if config.draft else 0)
+
+
+def _wide_router_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
+    """Return the bytes of the routers' weights in float32 beside those of `dtype` (`Capabilities.widens_routers`)."""
+    if not backend.capabilities.widens_routers or dtype == torch.float32:
+        return 0
+    routers = (layer.count * layer.hidden for layer in config.local_layers if isinstance(layer, Experts))
+    return sum(routers) * torch.float32.itemsize
 
 
 def _dequantized_bytes(config: ModelConfig, backend: Backend, length: int, block_size: int) -> int:

@@ -152,7 +152,7 @@ class Runner:
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
             num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts,
-            predicts=weights.mtp is not None)
+            has_mtp=weights.mtp is not None)
         self._last = backend.empty((samples,), torch.int64).zero_()  # ids sampled by the last step
         self._ids = [backend.host_buffer(samples, dtype=torch.int64) for _ in range(2)]
         self._prefill = HostPrefill(

@@ -89,7 +89,7 @@ class AscendBackend(StreamBackend):
     errors = fault_codes.AscendErrors()
     capabilities = Capabilities(
         dtypes=("bfloat16", "float16"), vocabulary_tile=64, int8_levels=ascend.LEVELS, int4=True, int4_rows=WORD_CODES,
-        experts=True, ragged_experts=False, counts_together=True,
+        experts=True, ragged_experts=False, widens_routers=True, counts_together=True,
         block_size=ascend.BLOCK, block_multiple=ascend.BLOCK, max_block_size=ascend.BLOCK, padding_blocks=1,
         cache_dtypes=(torch.int8,), scale_dtype=torch.float32, fixed_state=True, state_dtypes=("bfloat16", "float32"),
         host_lengths=True, sampler_filters=(Filters.NONE, Filters.SMALL_TOP_K, Filters.ANY), sampling_bytes=40,

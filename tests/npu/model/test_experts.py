@@ -175,6 +175,17 @@ def test_devices_without_kernels_for_experts_refuse_them() -> None:
         predict(ModelConfig.from_dict(config_of(0)), backend)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plan_counts_the_copies_of_routers_in_float32(dtype: str) -> None:
+    config, backend = ModelConfig.from_dict(config_of(0)), CpuBackend()
+    plain = predict(config, backend, dtype=dtype)
+    backend.capabilities = replace(backend.capabilities, widens_routers=True)
+    routers = [layer for layer in config.local_layers if isinstance(layer, Experts)]
+    assert routers
+    copies = sum(4 * layer.count * config.hidden_size for layer in routers) if dtype == "bfloat16" else 0
+    assert predict(config, backend, dtype=dtype).weights == plain.weights + copies
+
+
 def test_step_reads_the_experts_that_its_tokens_choose() -> None:
     config, backend = ModelConfig.from_dict(config_of(0)), CpuBackend()
     layer = next(block.layer for blocks in config.layers for block in blocks if isinstance(block.layer, Experts))

@@ -309,17 +309,16 @@ def step_tasks(folder: Path, form: str, *, dense: tuple[int, ...], layers: int) 
 @pytest.mark.parametrize("form", MLP)
 @emulated()
 def test_mixture_launches_of_a_layer(tmp_path: Path, form: str) -> None:
-    """A layer of experts has at most 4 launches more than a dense one, and a step 2 more."""
+    """A layer of experts has at most 4 launches more than a dense one, and a step 2 more (COUNTS)."""
     of_experts, mixed = (step_tasks(tmp_path / str(dense), form, layers=2, dense=dense) for dense in ((), (1,)))
-    assert (MLP[form] + NORM).total() - DENSE[form].total() - 1 == (4 if form == "floats" else 2)
     norm = Counter({"aclnnAddRmsNorm" if form == "floats" else "aclnnAddRmsNormDynamicQuantV2": 1})
     for kind in KINDS:
         assert of_experts[kind] - mixed[kind] == MLP[form] + NORM - (DENSE[form] + norm), kind
         assert mixed[kind] - of_experts[kind] == DENSE[form] + norm - (MLP[form] + NORM), kind
     alone = step_tasks(tmp_path / "dense", form, layers=2, dense=(0, 1))
     for kind in KINDS:
-        assert mixed[kind].total() - alone[kind].total() == (MLP[form] - DENSE[form]).total() - (
-            DENSE[form] - MLP[form]).total() + COUNTS.total()
+        assert of_experts[kind].total() - mixed[kind].total() <= 4, kind
+        assert mixed[kind].total() - alone[kind].total() <= 4 + COUNTS.total(), kind
         assert not COUNTS - (mixed[kind] - alone[kind])
 
 
