@@ -15,10 +15,10 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: Parser) -> Parser:
-        """Add `--model` and a flag for every other setting of `npuserve serve`, and return the parser.
+        """Add `--model` and a flag for every other setting that `LLM` accepts, and return the parser.
 
         parser: an argparse.ArgumentParser, or one of its groups. An absent flag adds nothing to the namespace.
         """
         parser.add_argument("--model", default=argparse.SUPPRESS, help="folder of a model, or its name on the hub")
-        settings.add_arguments(parser, leave_out=("model",))
+        settings.add_arguments(parser, leave_out=("model", *settings.CHOSEN_BY_PRIVATE_SERVER))
         return parser

@@ -29,7 +29,7 @@ KEY_NAME = "private"
 def serve_privately(config: ServerConfig) -> int:
     """Run a private server until stdin ends, and return its exit code, as `serve` does.
 
-    config: its addresses and keys are replaced.
+    config: loaded for a private server, so without addresses and keys.
 
     Raises ConfigError if the model does not exist.
     """

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     is_private = vars(args).pop("private")
-    config = settings.load(args, os.environ)
+    config = settings.load(args, os.environ, is_private=is_private)
     if is_private:
         from npuserve.cli.private_server import serve_privately
 

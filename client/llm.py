@@ -47,13 +47,15 @@ class LLM:
 
     model: folder in Hugging Face format, or a name on its hub; "" for the built-in model.
     settings: settings of `npuserve serve` by name, with underscores, such as max_model_len or tensor_parallel_size.
+        Those of addresses, TLS and keys are refused.
 
     Raises ImportError if the server is not installed, ValueError with the server's reason if it does not start.
     """
 
     def __init__(self, model: str = "", **settings: Any):
         if importlib.util.find_spec("npuserve.cli") is None:
-            raise ImportError("LLM needs the server: pip install npuserve (npuserve-client is the client alone)")
+            raise ImportError("LLM needs the server: `pip install ./client .` in a clone of npuserve "
+                              "(npuserve-client is the client alone)")
         settings.setdefault("log_level", "warning")
         self._server = PrivateServer([*([model] if model else []), *_flags(settings)])
         self._client = Client(self._server.address, api_key=self._server.api_key, patience=START_SECONDS)

@@ -131,6 +131,11 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
 }
 
+CHOSEN_BY_PRIVATE_SERVER = (
+    "host", "port", "metrics_port", "health_port", "tls_cert", "tls_key", "tls_client_ca", "api_keys",
+    "admin_certificates")
+"""Settings that `npuserve serve --private` chooses."""
+
 _FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
 _SIZES = {"kv_cache_memory", "max_message_size"}
 _METAVARS = {
@@ -166,11 +171,13 @@ def variable(name: str) -> str:
 def add_arguments(parser: argparse._ActionsContainer, leave_out: Collection[str] = ()) -> None:
     """Add a flag for every setting, and --config. An absent flag adds nothing to the namespace.
 
+    parser: gets a group of arguments for each title; a group, which can have none, gets the arguments themselves.
     leave_out: settings without a flag.
     """
-    parser.add_argument("--config", metavar="FILE", help=f"a TOML file of settings ({PREFIX}CONFIG)")
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS,
+                        help=f"a TOML file of settings ({PREFIX}CONFIG)")
     for title, settings in SETTINGS.items():
-        group = parser.add_argument_group(title)
+        group = parser.add_argument_group(title) if isinstance(parser, argparse.ArgumentParser) else parser
         for name, text in settings.items():
             if name in leave_out:
                 continue
@@ -187,15 +194,22 @@ def add_arguments(parser: argparse._ActionsContainer, leave_out: Collection[str]
             group.add_argument(name if name == "model" else flag(name), **options)
 
 
-def load(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerConfig:
+def load(args: argparse.Namespace, environ: Mapping[str, str], *, is_private: bool = False) -> ServerConfig:
     """Return the resulting configuration. Raises ConfigError, which names the source.
 
     args: namespace of a parser prepared by `add_arguments`.
+    is_private: for a private server. Flags and keys of the file are refused if it chooses their settings; variables,
+        which may be meant for other servers, are ignored.
     """
+    if is_private:
+        chosen = {variable(name) for name in CHOSEN_BY_PRIVATE_SERVER}
+        environ = {name: value for name, value in environ.items() if name not in chosen}
     path = getattr(args, "config", None) or environ.get(f"{PREFIX}CONFIG")
     given: dict[str, tuple[str, Any]] = {}
     for source in (_from_file(Path(path)) if path else iter(()), _from_variables(environ), _from_flags(args)):
         for name, label, value in source:
+            if is_private and name in CHOSEN_BY_PRIVATE_SERVER:
+                raise ConfigError(f"{label}: a private server chooses it; remove it")
             given[name] = label, _parse(name, label, value)
     try:
         return ServerConfig(**{name: value for name, (_, value) in given.items()})

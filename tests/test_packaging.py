@@ -258,7 +258,8 @@ assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()
 def test_client_alone_imports_nothing_heavy_and_llm_says_what_to_install(client_wheel: Path, tmp_path: Path):
     programs, _ = install(tmp_path / "venv", client_wheel)
     assert output(programs / "python", "-I", "-c", WITHOUT_SERVER, cwd=tmp_path) == "".join(
-        f"{name} needs the server: pip install npuserve (npuserve-client is the client alone)\n"
+        f"{name} needs the server: `pip install ./client .` in a clone of npuserve "
+        "(npuserve-client is the client alone)\n"
         for name in ("LLM", "EngineArgs"))
 
 

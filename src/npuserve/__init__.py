@@ -38,4 +38,5 @@ def __getattr__(name: str) -> Any:
         if error.name != "npuserve.cli":
             raise
         raise ImportError(
-            f"{name} needs the server: pip install npuserve (npuserve-client is the client alone)") from None
+            f"{name} needs the server: `pip install ./client .` in a clone of npuserve "
+            "(npuserve-client is the client alone)") from None

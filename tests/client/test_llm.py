@@ -105,6 +105,8 @@ def test_private_server_refuses_calls_without_its_key(llm: LLM):
     ({"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization=0.9; here it is --kv-cache-memory"),
     ({"model": "/no/folder"}, "model: there is no folder /no/folder"),
     ({"max_model_len": -3}, "max_model_len: -3 is not in"),
+    ({"port": 50051}, "--port: a private server chooses it; remove it"),
+    ({"tls_cert": "server.pem", "tls_key": "server.key"}, "--tls-cert: a private server chooses it; remove it"),
 ])
 def test_setting_that_the_server_refuses_is_a_value_error(settings: dict[str, Any], reason: str):
     before = private_servers()
@@ -123,9 +125,10 @@ def test_model_that_cannot_be_loaded_is_a_value_error(tmp_path: Path):
 
 def test_death_of_the_private_server_ends_calls_with_its_last_messages():
     with LLM(max_model_len=256) as model:
+        model._server._lines.append("the last message")
         killer = threading.Timer(0.5, model._server._process.kill)
         killer.start()
-        with pytest.raises(ValueError, match=r"^the private server ended: "):
+        with pytest.raises(ValueError, match=r"^the private server ended: (.*\n)*the last message$"):
             model.generate(["Once upon a time"] * 20_000, GREEDY, use_tqdm=False)
         killer.join()
 
@@ -216,11 +219,25 @@ def test_embed_and_score_equal_the_clients_answers(tmp_path: Path):
 def test_engine_args_are_the_settings_of_llm():
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
     parser.set_defaults(model="folder")
-    assert vars(parser.parse_args([])) == {"config": None, "model": "folder"}
+    assert vars(parser.parse_args([])) == {"model": "folder"}
     arguments = vars(parser.parse_args(["--model", "other", "--max-model-len", "128", "--no-prefix-cache"]))
-    assert arguments == {"config": None, "model": "other", "max_model_len": "128", "prefix_cache": False}
+    assert arguments == {"model": "other", "max_model_len": "128", "prefix_cache": False}
     with pytest.raises(ValueError, match="there is no folder /no/folder"):
         LLM(**arguments | {"model": "/no/folder"})
+
+
+@pytest.mark.parametrize("flag", ["--port=1", "--api-keys=keys.toml", "--tls-cert=server.pem"])
+def test_engine_args_have_no_flag_for_what_a_private_server_chooses(flag: str):
+    with pytest.raises(SystemExit):
+        EngineArgs.add_cli_args(argparse.ArgumentParser(allow_abbrev=False)).parse_args([flag])
+
+
+@pytest.mark.filterwarnings("error")
+def test_engine_args_are_added_to_a_group_without_nested_groups():
+    parser = argparse.ArgumentParser()
+    group = EngineArgs.add_cli_args(parser.add_argument_group("Engine"))
+    assert "--max-model-len" in {flag for action in group._group_actions for flag in action.option_strings}
+    assert vars(parser.parse_args(["--max-model-len", "128"])) == {"max_model_len": "128"}
 
 
 @pytest.mark.slow

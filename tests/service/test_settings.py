@@ -24,6 +24,21 @@ def load(flags: str = "", environ: dict[str, str] | None = None) -> ServerConfig
     return settings.load(parser.parse_args(flags.split()), environ or {})
 
 
+def test_load_for_a_private_server_refuses_what_it_chooses_and_ignores_variables(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    settings.add_arguments(parser)
+    variables = {"NPUSERVE_PORT": "none", "NPUSERVE_TLS_CERT": "server.pem", "NPUSERVE_MAX_NUM_SEQS": "3"}
+    assert settings.load(parser.parse_args([]), variables, is_private=True) == ServerConfig(max_num_seqs=3)
+    for name in settings.CHOSEN_BY_PRIVATE_SERVER:
+        args = parser.parse_args([f"{settings.flag(name)}=1"])
+        with pytest.raises(ConfigError, match=f"^{settings.flag(name)}: a private server chooses it; remove it$"):
+            settings.load(args, {}, is_private=True)
+    file = tmp_path / "server.toml"
+    file.write_text("port = 50051\n")
+    with pytest.raises(ConfigError, match=r"server\.toml:port: a private server chooses it; remove it$"):
+        settings.load(parser.parse_args([f"--config={file}"]), {}, is_private=True)
+
+
 def test_load_without_sources_is_defaults() -> None:
     assert load() == ServerConfig()
 
