@@ -112,15 +112,19 @@ class Admission:
                 f"deadline: in {max(0.0, seconds_left):.3f} s; the first token would take about {wait:.3f} s, and the "
                 f"margin before a deadline is {margin:.3f} s")
 
-    def is_full(self, load: Load) -> bool:
-        """Return True if a further request needs the place of another."""
-        return load.running + load.waiting + load.paused >= self._max_num_seqs + self._max_queue
+    def is_full(self, num_requests: int) -> bool:
+        """Return True if a further request needs the place of another.
 
-    def displace(self, displaced: Sequence | None, waiting: int, retry_seconds: float | None) -> DroppedRequest:
-        """Return the request that leaves a full queue for a new one, with its error.
+        num_requests: running, waiting and paused ones.
+        """
+        return num_requests >= self._max_num_seqs + self._max_queue
 
-        displaced: None if all others have a better right to their places. Raises QueueFull then.
-        waiting: number of requests that wait. retry_seconds: of both errors.
+    def check_place(self, displaced: Sequence | None, waiting: int, retry_seconds: float | None) -> DroppedRequest:
+        """Return the request that must leave a full queue for a new one, with its error. Raise QueueFull without one.
+
+        displaced: None if all others have a better right to their places.
+        waiting: number of requests that wait.
+        retry_seconds: of both errors.
         """
         if displaced is None:
             raise QueueFull(f"queue full: max_queue is {self._max_queue}, and {waiting} requests wait", retry_seconds)

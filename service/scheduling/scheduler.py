@@ -439,11 +439,11 @@ class Scheduler:
         admission.check_client(request, account, now)
         if request.deadline is not None:
             admission.check_deadline(self._first_token_seconds(request, account), request.deadline - now)
-        if not admission.is_full(self._load()):
+        if not admission.is_full(self.num_running + self.num_waiting + self.num_paused):
             return None
         retry_seconds = self._estimator.retry_seconds(now, self.num_running)
         outside = itertools.chain(self._samples, self._compiling.values())
-        return admission.displace(self._queue.displaced_by(account, outside), self.num_waiting, retry_seconds)
+        return admission.check_place(self._queue.displaced_by(account, outside), self.num_waiting, retry_seconds)
 
     def _first_token_seconds(self, request: Request, account: Account) -> float:
         """Estimate the time to a new request's first token.

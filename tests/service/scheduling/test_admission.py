@@ -1,4 +1,4 @@
-"""Admission of calls with several samples: places in the queue, the client's limit, and deadlines."""
+"""Rules of admission, and of calls with several samples: places in the queue, the client's limit, and deadlines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,53 @@ import pytest
 
 from npuserve.service.errors import DeadlineExceeded, InvalidField, QueueFull
 from npuserve.service.ipc.messages import PriorProgress
+from npuserve.service.scheduling.admission import Admission, Load
+from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.latency_estimator import LatencyEstimator
+from npuserve.service.scheduling.preemption import Share
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
 from tests.service.scheduling.test_sample_groups import PROMPT, states
 from tests.service.structured_output.test_answer_matcher import LONG
+
+
+def admission(estimator: LatencyEstimator | None = None) -> Admission:
+    return Admission(
+        estimator or LatencyEstimator(64), BlockManager(17, 4), max_num_seqs=2, max_queue=3, max_model_len=16)
+
+
+def test_admission_is_full_at_the_places_to_run_and_to_wait() -> None:
+    assert [admission().is_full(requests) for requests in (4, 5, 6)] == [False, True, True]
+
+
+def test_admission_without_a_displaced_request_refuses_the_new_one() -> None:
+    with pytest.raises(QueueFull, match=r"^queue full: max_queue is 3, and 4 requests wait$") as refused:
+        admission().check_place(None, 4, 1.5)
+    assert (refused.value.why, refused.value.retry_seconds) == ("queue_full", 1.5)
+    harness = SchedulerHarness()
+    sequence = harness.add([1])
+    dropped = admission().check_place(sequence, 4, 1.5)
+    assert dropped.sequence is sequence
+    assert isinstance(dropped.error, QueueFull)
+    assert (dropped.error.why, dropped.error.retry_seconds) == ("displaced", 1.5)
+
+
+def test_admission_refuses_a_deadline_within_the_margin() -> None:
+    rules = admission()
+    rules.check_deadline(1.0, 2.0)
+    with pytest.raises(DeadlineExceeded, match=r"^deadline: in 1\.000 s; the first token would take about 1\.000 s"):
+        rules.check_deadline(1.0, 1.0)
+
+
+def test_first_token_seconds_is_less_where_running_requests_yield() -> None:
+    estimator = LatencyEstimator(64)
+    estimator.record_step(0, 64, 0.64)
+    estimator.record_answer(4.0, 5, 10)
+    rules = admission(estimator)
+    free, busy = (Load(2, 0, 0, free_slots=slots, free_blocks=4, prompt_tokens=0) for slots in (1, 0))
+    own = estimator.prefill_seconds(8)
+    assert rules.first_token_seconds(free, 0, 0, 8) == pytest.approx(own)
+    assert rules.first_token_seconds(busy, 0, 0, 8) > own
+    assert rules.first_token_seconds(busy, 0, 0, 8, lambda: Share(1, 0)) == pytest.approx(own)
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "error"), [
