@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from npuserve.service.arguments import did_you_mean
+
 MAX_MESSAGE_BYTES = 64 << 20
 """Maximum size of a gRPC message in either direction, for the server and for our clients."""
 MAX_DRAIN_SECONDS = 86400
@@ -39,6 +41,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "target_ttft_seconds": (0.001, 3600), "target_itl_seconds": (0.001, 3600),
 }
 """Allowed range of each number among the settings."""
+
+SPECULATE = "off", "auto", "suffix", "mtp"
+"""Values of `speculate` that are no folder."""
 
 
 def endpoint(host: str, port: int) -> str:
@@ -174,9 +179,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"decode_buckets: {self.decode_buckets!r} must be numbers in [1, 65536], as in 1,2,4,8")
         if self.min_priority > self.max_priority:
             raise ConfigError(f"min_priority: {self.min_priority} is above max_priority, {self.max_priority}")
+        self._check_speculation()
         self._check_edge()
         self._check_openai()
         self._check_kv_events()
+
+    def _check_speculation(self) -> None:
+        if self.speculate not in SPECULATE and "/" not in self.speculate and not self.speculate.startswith(("~", ".")):
+            hint = did_you_mean(self.speculate.lower(), SPECULATE, otherwise="; a folder here is ./NAME")
+            raise ConfigError(
+                f"speculate: {self.speculate!r} is neither one of {', '.join(SPECULATE)} nor the path of a folder"
+                f"{hint}")
+        if self.speculate not in ("off", "auto", "suffix") and self.max_num_seqs >= self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_seqs: {self.max_num_seqs} leaves no tokens of a step to drafts, which speculate "
+                f"{self.speculate} computes; it must be below max_num_batched_tokens, {self.max_num_batched_tokens}")
 
     def _check_edge(self) -> None:
         """Check the settings of addresses, ports and TLS against each other."""

@@ -228,6 +228,9 @@ MODES: Mapping[str, Mode] = {"auto": "auto", "suffix": "suffix", "mtp": "mtp"}
 
 def drafting_of(config: ServerConfig, runner: Runner) -> Drafting:
     """Return the drafting of speculative decoding; without drafts, and with a log line, where the model has none."""
+    if config.draft_depth != ServerConfig().draft_depth and not runner.predicts:
+        reason = "no head of the model and no smaller model drafts"
+        logs.event(log, "draft_depth has no effect", level=logging.WARNING, reason=reason)
     if config.speculate == "off":
         return Drafting()
     if not runner.max_drafts:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from npuserve.service import metrics
-from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.config import SPECULATE, ConfigError, ServerConfig
 from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 MTP_SETTINGS: Mapping[str, MtpSetting] = {"auto": "auto", "mtp": "on"}
 """Setting `speculate` -> whether the head for multi-token prediction is loaded, if other than "off"."""
-SPECULATE = "off", "auto", "suffix", "mtp"
-"""Values of `speculate` that are no folder."""
 
 
 def draft_folder(config: ServerConfig) -> str:

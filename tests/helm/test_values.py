@@ -30,7 +30,6 @@ INVALID: list[tuple[str, Object]] = [
     ("accelerator.count", {"accelerator": {"kind": "cuda", "count": 1.5}}),
     ("accelerator.type", {"accelerator": {"type": "cpu"}}),
     ("image.pullPolicy", {"image": {"pullPolicy": "Sometimes"}}),
-    ("model.source", {"model": {"source": "s3"}}),
     ("config.max_num_seqs", {"config": {"max_num_seqs": 0}}),
     ("config.max_num_seqs", {"config": {"max_num_seqs": "many"}}),
     ("config.block_size", {"config": {"block_size": 24}}),
@@ -60,7 +59,6 @@ INVALID: list[tuple[str, Object]] = [
     ("grpcRoute.services", {"grpcRoute": {"services": []}}),
     ("networkPolicy.grpcFrom.0", {"networkPolicy": {"grpcFrom": [{}]}}),
     ("networkPolicy.kvEventsFrom.0", {"networkPolicy": {"kvEventsFrom": [{}]}}),
-    ("metrics.scrape", {"metrics": {"scrape": "both"}}),
     ("dashboards.enabled", {"dashboards": {"enabled": "yes"}}),
     ("cache.type", {"cache": {"type": "hostPath"}}),
     ("cache.accessMode", {"cache": {"accessMode": "ReadWriteOncePod"}}),
@@ -108,6 +106,9 @@ INVALID: list[tuple[str, Object]] = [
 """Values that the schema refuses."""
 
 MALFORMED: list[tuple[str, Object]] = [
+    ("model.source", {"model": {"source": "s3"}}),
+    ("metrics.scrape", {"metrics": {"scrape": "both"}}),
+    ("config.speculate", {"config": {"speculate": "sufix"}}),
     ("accelerator.resourceName", {"accelerator": {"kind": "cuda", "resourceName": "gpu"}}),
     ("accelerator.extraResources.memory", {"accelerator": {"kind": "ascend", "extraResources": {"memory": 1}}}),
     ("image.digest", {"image": {"digest": "sha256:12"}}),

@@ -144,6 +144,11 @@ def test_load_comma_separated_lists() -> None:
     ("--otlp-endpoint http://a:65536", {}, "otlp_endpoint: the port must be in [1, 65535], got 'http://a:65536'"),
     ("--otlp-endpoint http://a:0", {}, "otlp_endpoint: the port must be in [1, 65535], got 'http://a:0'"),
     ("--decode-buckets 1,x", {}, "decode_buckets: '1,x' must be numbers in [1, 65536], as in 1,2,4,8"),
+    ("--speculate sufix", {}, "speculate: 'sufix' is neither one of off, auto, suffix, mtp nor the path of a folder; "
+                              "did you mean suffix? (from --speculate)"),
+    ("--speculate=", {}, "speculate: '' is neither one of off, auto, suffix, mtp nor the path of a folder; a folder "
+                         "here is ./NAME"),
+    ("--speculate mtp --max-num-batched-tokens 64", {}, "max_num_seqs: 64 leaves no tokens of a step to drafts"),
     ("--decode-buckets 0", {}, "decode_buckets: '0' must be numbers in [1, 65536]"),
     ("--kv-cache-dtype int4", {}, "kv_cache_dtype"),
     ("--config /no/such/file.toml", {}, "/no/such/file.toml: cannot be read: No such file or directory"),

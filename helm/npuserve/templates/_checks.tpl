@@ -130,6 +130,10 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- if and (ne .kind "cpu") (lt $ranks (int64 .count)) }}
 {{- include "npuserve.refuse" (printf "accelerator.count: %d devices, of which config.tensor_parallel_size leaves %d to compute in a pod; make them equal, or raise replicaCount" (int64 .count) $ranks) }}
 {{- end }}
+{{- $speculate := default "off" $.Values.config.speculate }}
+{{- if and (ne .kind "cpu") (not (has $speculate (list "off" "auto" "suffix"))) }}
+{{- include "npuserve.refuse" (printf "config.speculate: %s drafts with a model, which accelerator.kind %s does not; set auto, suffix or off" $speculate .kind) }}
+{{- end }}
 {{- if and (eq .kind "cpu") (ne 1 (int .count)) }}
 {{- include "npuserve.refuse" (printf "accelerator.count: %d devices, and accelerator.kind cpu computes on none; set accelerator.kind cuda or ascend, or remove it" (int64 .count)) }}
 {{- end }}

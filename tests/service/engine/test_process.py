@@ -13,7 +13,7 @@ import pytest
 from npuserve.npu import storyteller
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine import process
-from npuserve.service.engine.process import EngineArgs, StopOrder, build_engine, open_profiler
+from npuserve.service.engine.process import EngineArgs, StopOrder, build_engine, drafting_of, open_profiler
 from tests.support.counting_runner import ServedRunner
 
 
@@ -55,6 +55,20 @@ def test_engine_date_does_not_go_back_with_the_clock(monkeypatch: pytest.MonkeyP
         assert EngineArgs(ServerConfig(), "", "", 1).date == now
     assert dates == sorted(dates)
     assert all(60 <= date - 1.6e9 < 600 for date in dates)
+
+
+@pytest.mark.parametrize(("config", "is_said"), [
+    (ServerConfig(draft_depth=5), True),
+    (ServerConfig(draft_depth=5, speculate="suffix"), True),
+    (ServerConfig(speculate="suffix"), False),
+])
+def test_draft_depth_without_a_model_that_drafts_is_said(
+    caplog: pytest.LogCaptureFixture, config: ServerConfig, is_said: bool
+) -> None:
+    runner: Any = SimpleNamespace(predicts=False, max_drafts=8, num_slots=0)
+    with caplog.at_level(logging.WARNING):
+        drafting_of(config, runner)
+    assert ("draft_depth has no effect" in caplog.text) == is_said
 
 
 def test_profile_dir_that_is_unusable_at_a_restart_turns_profiles_off(

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.service.config import ConfigError, ServerConfig
-from npuserve.service.ranks.load import MTP_SETTINGS, SPECULATE, draft_folder, max_drafts
+from npuserve.service.config import SPECULATE, ConfigError, ServerConfig
+from npuserve.service.ranks.load import MTP_SETTINGS, draft_folder, max_drafts
 from npuserve.service.speculation.speculator import MAX_STEP_DRAFTS
 
 
@@ -24,5 +24,5 @@ def test_folder_is_that_of_a_smaller_model(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "small").mkdir()
     assert draft_folder(ServerConfig(speculate="~/small")) == str(tmp_path / "small")
-    with pytest.raises(ConfigError, match="'sufix' is neither one of off, auto, suffix, mtp nor the folder of a "):
-        draft_folder(ServerConfig(speculate="sufix"))
+    with pytest.raises(ConfigError, match=r"'\./sufix' is neither one of off, auto, suffix, mtp nor the folder of a "):
+        draft_folder(ServerConfig(speculate="./sufix"))
