@@ -4,7 +4,7 @@
 
 Reads the names from pyproject.toml, client/pyproject.toml and the lock files of the images, and the licences from the
 metadata of the installed packages. A package that is not installed keeps the line that the page has. tests/test_pins.py
-checks that the page names each package.
+checks that the page names each package and what needs it.
 """
 
 from __future__ import annotations
@@ -48,16 +48,17 @@ def needs() -> dict[str, set[str]]:
                 found.setdefault(canonicalize_name(Requirement(text).name), set()).add(group)
     for lock in (ROOT / "docker").glob("requirements*.txt"):
         for package in re.findall(r"^([\w.-]+)==", lock.read_text(), re.MULTILINE):
-            found.setdefault(canonicalize_name(package), {"images"})
+            found.setdefault(canonicalize_name(package), set()).add("images")
     return {name: groups for name, groups in sorted(found.items()) if not name.startswith("npuserve")}
 
 
-def listed() -> dict[str, str]:
-    """Return package -> licence of the page as it is."""
+def listed() -> dict[str, tuple[set[str], str]]:
+    """Return package -> (what needs it, licence) of the page as it is."""
     if not PAGE.exists():
         return {}
     rows = PAGE.read_text().partition("|---|---|---|\n")[2]
-    return dict(re.findall(r"^\| ([\w.-]+) \| [^|]* \| ([^|]*) \|$", rows, re.MULTILINE))
+    return {name: (set(groups.split(", ")), text)
+            for name, groups, text in re.findall(r"^\| ([\w.-]+) \| ([^|]*) \| ([^|]*) \|$", rows, re.MULTILINE)}
 
 
 def licence(package: str) -> str:
@@ -73,7 +74,7 @@ def licence(package: str) -> str:
 
 
 def main() -> None:
-    before = listed()
+    before = {name: text for name, (_, text) in listed().items()}
     lines = [f"| {name} | {', '.join(sorted(groups))} | {licence(name) or before.get(name) or 'see its metadata'} |\n"
              for name, groups in needs().items()]
     PAGE.write_text(HEAD + "".join(lines))

@@ -308,8 +308,8 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
         Panel("Drafts", {
             "{{kind}} computed": rate("draft_tokens_total", "kind"),
             "{{kind}} accepted": rate("accepted_draft_tokens_total", "kind")}, "tokens/s",
-            "Draft tokens that steps computed, and those that became tokens of answers, from earlier text (suffix) and "
-            "from the model's head (mtp)."),
+            "Draft tokens that steps computed, and those that became tokens of answers, from earlier text (suffix), "
+            "from the model's head (mtp) or from a smaller model (model)."),
         Panel("Acceptance length", {
             "{{kind}} mean": mean("acceptance_length_tokens", "kind"),
             "{{kind}} p90": quantile(0.9, "acceptance_length_tokens", "kind")}, "short",
