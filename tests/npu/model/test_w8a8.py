@@ -56,11 +56,12 @@ def oracles(model) -> list[torch.Tensor]:
 
 
 def far(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Return the lower quartile over the sequences of || ours - theirs || / || theirs ||.
+    """Return the 40th percentile over the sequences of || ours - theirs || / || theirs ||.
 
     The order of float32 sums decides in how many sequences a number is rounded to the next int8: in up to half of them.
     """
-    return statistics.quantiles(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))[0]
+    distances = [float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True)]
+    return statistics.quantiles(distances, n=5)[1]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
