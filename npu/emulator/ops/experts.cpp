@@ -67,13 +67,6 @@ SUM(kPlace, "place",
 
 using Sizes = std::vector<int64_t>;
 
-bool is_contiguous(const aclTensor *t) {
-  int64_t step = 1;
-  for (size_t d = t->sizes.size(); d-- > 0; step *= t->sizes[d])
-    if (t->sizes[d] != 1 && t->strides[d] != step) return false;
-  return true;
-}
-
 // Rounds to int8 as the kernel: x / (max / 127), cut to float16, then halves away from zero
 // (moe_init_routing_v3/op_kernel/moe_v3_gather_dynamic_quant.h, lines 124 to 138).
 at::Tensor quantized(const at::Tensor &x, const at::Tensor &scale) {

@@ -80,13 +80,6 @@ using Sizes = std::vector<int64_t>;
 bool is_empty(const aclTensorList *list) { return !list || list->tensors.empty(); }
 const aclTensor *only(const aclTensorList *list) { return is_empty(list) ? nullptr : list->tensors[0]; }
 
-bool is_contiguous(const aclTensor *t) {
-  int64_t step = 1;
-  for (size_t d = t->sizes.size(); d-- > 0; step *= t->sizes[d])
-    if (t->sizes[d] != 1 && t->strides[d] != step) return false;
-  return true;
-}
-
 bool is_transposed(const aclTensor *t) {
   auto turned = *t;
   const auto last = t->sizes.size() - 1;

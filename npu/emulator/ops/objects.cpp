@@ -76,6 +76,13 @@ at::ScalarType scalar_type(aclDataType dtype) {
   }
 }
 
+bool is_contiguous(const aclTensor *tensor) {
+  int64_t step = 1;
+  for (size_t d = tensor->sizes.size(); d-- > 0; step *= tensor->sizes[d])
+    if (tensor->sizes[d] != 1 && tensor->strides[d] != step) return false;
+  return true;
+}
+
 bool is_nz(const aclTensor *tensor) { return tensor && tensor->format == ACL_FORMAT_FRACTAL_NZ; }
 
 at::Tensor view(const aclTensor *tensor, bool nz_too) {

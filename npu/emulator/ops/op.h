@@ -94,6 +94,8 @@ at::Tensor view(const aclTensor *tensor, bool nz_too = false);
 std::vector<at::Tensor> views(const aclTensorList *list);
 at::ScalarType scalar_type(aclDataType dtype);
 bool is_nz(const aclTensor *tensor);
+// True if the numbers lie one after the other; dimensions of size 1 may have any stride.
+bool is_contiguous(const aclTensor *tensor);
 
 inline bool is_one_of(at::ScalarType dtype, Dtypes allowed) {
   return std::find(allowed.begin(), allowed.end(), dtype) != allowed.end();

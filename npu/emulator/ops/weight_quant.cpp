@@ -29,7 +29,6 @@ RULE(kY, "y", "y is of (m, n) and has the dtype of x", "constraints on A2/A3, y"
 
 constexpr int64_t WORD = 8;
 
-bool is_contiguous(const aclTensor *t) { return t->strides[1] == 1 && t->strides[0] == t->sizes[1]; }
 bool is_transposed(const aclTensor *t) { return t->strides[0] == 1 && t->strides[1] == t->sizes[0]; }
 
 // The whole numbers -8 to 7 of words along the last dimension: [..., w] -> [..., 8 w].
