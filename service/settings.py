@@ -63,9 +63,8 @@ SETTINGS: dict[str, dict[str, str]] = {
         "block_size": "tokens per block of the KV cache, a power of two; 0: the backend's choice",
         "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; decoder: "
                    "as auto, without the sampler; off: never",
-        "speculate": "compute drafts of answers beside the next token, for the same answers: off, auto (where it is "
-                     "measured to be faster), suffix (whenever earlier text has one), mtp (always those of the model's "
-                     "head), or the folder of a smaller model that drafts",
+        "speculate": "compute drafts of answers, which stay the same: off; auto: where it is faster; suffix: from "
+                     "earlier text; mtp: of the model's head; or the folder of a smaller model",
         "draft_depth": "most tokens that the model's MTP head or a smaller model drafts at a time",
         "stream_interval": "tokens per stream message, except the first and last message",
     },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -30,14 +31,15 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType, Modu
     return bench("peers.make_model"), bench("peers.ceiling_peer"), harness
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(("name", "mtp"), [*((name, False) for name in SMALL), ("qwen3.5-0.8b", True)])
 def test_made_weights_are_those_that_the_model_reads(
-    name: str, peers: tuple[ModuleType, ModuleType, ModuleType]
+    name: str, mtp: bool, peers: tuple[ModuleType, ModuleType, ModuleType]
 ) -> None:
     make_model = peers[0]
     shape = make_model.SHAPES[name] | SMALL[name]
-    weights = make_model.weights_of(shape, seed=0)
-    targets = allocate_meta(ModelConfig.from_dict(make_model.config_of(shape)), torch.bfloat16).targets
+    weights = make_model.weights_of(shape, seed=0, mtp=mtp)
+    config = ModelConfig.from_dict(make_model.config_of(shape))
+    targets = allocate_meta(config if mtp else replace(config, mtp=()), torch.bfloat16).targets
     assert {key: tuple(tensor.shape) for key, tensor in weights.items()} == {
         key: tuple(target.shapes[0]) for key, target in targets.items()}
 
