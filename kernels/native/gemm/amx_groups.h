@@ -22,12 +22,17 @@ INLINE void each_pair(const Function &function) {
     if constexpr (FIRST + COUNT < P) each_pair<P, FIRST + COUNT>(function);
 }
 
-INLINE F sums_as_floats(const char *sums, DotBFloat16) { return load(reinterpret_cast<const float *>(sums)); }
-INLINE F sums_as_floats(const char *sums, DotInt8) {
-    F r;
-    EACH(i) r.v[i] = __builtin_convertvector(load_words(sums, i), fvec);
-    return r;
-}
+// Denormal numbers are 0, as in tile registers, so that few rows that vectors multiply have the same bits.
+class NoDenormals {
+  public:
+    NoDenormals() : before(_mm_getcsr()) { _mm_setcsr(before | 0x8040); }
+    ~NoDenormals() { _mm_setcsr(before); }
+    NoDenormals(const NoDenormals &) = delete;
+    NoDenormals &operator=(const NoDenormals &) = delete;
+
+  private:
+    unsigned before;
+};
 
 // Multiplies R rows of x by P panels over `groups` groups of `words` words: acc[r * stride + p] += x . w.
 //
@@ -38,6 +43,7 @@ template <class Dot, int R, int P, class Feed>
 INLINE void product_of_groups(const char *x, int64_t x_stride, int64_t groups, int64_t words, const char *const *panels,
                               F *acc, int stride, Feed &&feed) {
     static_assert(R <= TILE_ROWS && P <= 2, "registers for sums");
+    NoDenormals no_denormals;
     constexpr int64_t DELAY = 2, RING = 4;  // groups
     alignas(64) char sums[RING][P][R * 64];
     F scales[RING][P];
@@ -73,8 +79,10 @@ INLINE void product_of_groups(const char *x, int64_t x_stride, int64_t groups, i
         if (g >= DELAY) {
             int64_t slot = (g - DELAY) % RING;
             _Pragma("GCC unroll 2") for (int p = 0; p < P; p++) {
-                _Pragma("GCC unroll 16") for (int r = 0; r < R; r++)
-                    total[r][p] = fma(scales[slot][p], sums_as_floats(sums[slot][p] + r * 64, Dot()), total[r][p]);
+                _Pragma("GCC unroll 16") for (int r = 0; r < R; r++) {
+                    F sum = load(reinterpret_cast<const float *>(sums[slot][p] + r * 64));
+                    total[r][p] = fma(scales[slot][p], sum, total[r][p]);
+                }
             }
         }
     }

@@ -155,7 +155,7 @@ struct Compact {
     }
     static int64_t expanded_bytes(int64_t words) { return words * Inner<Dot>::WORDS * PANEL_WORD_BYTES; }
     static bool unpacks(int64_t rows) { return rows <= MAX_UNPACKED_ROWS; }
-    static bool tall(int64_t rows) { return unpacks(rows); }
+    static bool prefers_tall_tiles(int64_t rows) { return unpacks(rows); }
     static bool expands(int64_t rows) { return !unpacks(rows); }
     // Many words at once, since every block loads and stores all accumulators. Expanded panels stay in the second-level
     // cache.

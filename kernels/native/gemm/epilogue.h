@@ -94,8 +94,8 @@ Split split_of(const Call &call, bool paired = false) {
 #if defined(__AMX_TILE__)
     if (TAKES_TILES<Of>) return Split::of_tiles(call.rows, words, call.op.n[2], call.threads);
 #endif
-    bool whole = Of::Panels::block(call.rows, words) >= words, tall = Of::Panels::tall(call.rows);
-    return Split(call.rows, words, call.op.n[2], call.threads, paired, whole, tall);
+    bool whole = Of::Panels::block(call.rows, words) >= words;
+    return Split(call.rows, words, call.op.n[2], call.threads, paired, whole, Of::Panels::prefers_tall_tiles(call.rows));
 }
 
 // Work and memory of a unit, with tiles or with vectors.

@@ -177,18 +177,6 @@ struct Int4OnceTile : Tile<Dot> {
 };
 
 #if defined(__AMX_TILE__)
-// Denormal numbers are 0, as in tile registers.
-class NoDenormals {
-  public:
-    NoDenormals() : before(_mm_getcsr()) { _mm_setcsr(before | 0x8040); }
-    ~NoDenormals() { _mm_setcsr(before); }
-    NoDenormals(const NoDenormals &) = delete;
-    NoDenormals &operator=(const NoDenormals &) = delete;
-
-  private:
-    unsigned before;
-};
-
 // The same with the sums of tile registers. Few rows are multiplied by vectors, which add up in the order of TDPBF16PS
 // (amx.h). More rows are multiplied by tile registers: each group is expanded in the cache while the groups before it are
 // multiplied.
@@ -261,7 +249,8 @@ struct Int4TileOrderOnceTile : Tile<Dot> {
     }
     // Pairs S and later of a line, numbers 2 S and 2 S + 1 of each column.
     template <int R, int P, bool ZEROS, int S = 0>
-    INLINE void pairs(F (&even)[R][P], F (&odd)[R][P], const char *x, const char *const (&w)[P], const ivec (&zeros)[P]) const {
+    INLINE void pairs(F (&even)[R][P], F (&odd)[R][P], const char *x, const char *const (&w)[P],
+                      const ivec (&zeros)[P]) const {
         typedef LineSteps<DotFloat32> By;
         F low[P], high[P];
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
@@ -305,11 +294,12 @@ struct Int4TileOrderOnceTile : Tile<Dot> {
         for (int64_t g = 0; g < std::min(EARLY, whole); g++) expand(g, groups.group);
         F *acc = this->acc + first;
         const int64_t words = groups.group / Dot::PER_WORD;
-        if (whole) product_of_groups<Dot, R, P>(this->x, this->x_stride, whole, words, expanded, acc, this->acc_stride, feed);
+        const int stride = this->acc_stride;
+        if (whole) product_of_groups<Dot, R, P>(this->x, this->x_stride, whole, words, expanded, acc, stride, feed);
         if (last) {
             expand(whole, last);
-            product_of_groups<Dot, R, P>(this->x + whole * words * 4, this->x_stride, 1, last / Dot::PER_WORD, expanded, acc,
-                                         this->acc_stride, [&](int64_t) { return whole % RING * GROUP_BYTES; });
+            product_of_groups<Dot, R, P>(this->x + whole * words * 4, this->x_stride, 1, last / Dot::PER_WORD, expanded,
+                                         acc, stride, [&](int64_t) { return whole % RING * GROUP_BYTES; });
         }
     }
 };
@@ -379,7 +369,7 @@ struct Int4 : Int4Panels<D> {
         return Int4::block_of(words, LineSteps<Dot>::PAIRS ? 3072 : 256);
     }
 #if defined(__AMX_TILE__)
-    static bool tall(int64_t) { return BY_TILES<Dot>; }  // a tile register of weights serves all rows
+    static bool prefers_tall_tiles(int64_t) { return BY_TILES<Dot>; }  // a tile register of weights serves all rows
 #endif
     void expand(const char *block, int64_t words, char *out) const {
         typedef typename Inner<Dot>::type By;

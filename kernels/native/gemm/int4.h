@@ -38,6 +38,14 @@ struct Groups {
     INLINE F scale(const char *group) const {
         if (wide) return load(reinterpret_cast<const float *>(group));
         F r;
+#if defined(__AVX512F__)
+        if (shift == 13) {  // also numbers that are denormal in float16, where denormal float32 are 0
+            __m256i bits;
+            std::memcpy(&bits, group, sizeof bits);
+            r.v[0] = (fvec)_mm512_cvtph_ps(bits);
+            return r;
+        }
+#endif
         EACH(i) {
             hvec bits = reinterpret_cast<const hvec_u *>(group)[i];
             r.v[i] = (fvec)((ivec)widen(bits) >> (16 - shift)) * factor;
@@ -67,7 +75,7 @@ struct Int4Panels {
     Groups groups;
 
     explicit Int4Panels(const Op &op) : groups(op) {}
-    static bool tall(int64_t) { return false; }
+    static bool prefers_tall_tiles(int64_t) { return false; }
     static bool expands(int64_t) { return true; }
     static int64_t expanded_bytes(int64_t words) {
         return (words * Inner<Dot>::WORDS + ceil_div(words * Dot::PER_WORD, MIN_GROUP)) * PANEL_WORD_BYTES;

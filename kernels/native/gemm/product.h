@@ -128,7 +128,7 @@ INLINE void with_tile(int r, int p, const Function &f) {
 //   EXPANDS         true if blocks are always expanded to words of Inner before they are multiplied by several tiles
 //   TILES           true if tile registers multiply the panels where a set has them
 //   expands         true if blocks are expanded for this number of rows
-//   tall            true if tiles of more rows do less work for each panel, for this number of rows
+//   prefers_tall_tiles  true if a tile works as long on its panels for few rows as for many, for this number of rows
 //   block           maximum words of a block for this number of rows and of words
 //   panel_bytes     bytes of a panel
 //   at, bytes       address of a panel's block from word `first` on, bytes of a block of that many words
@@ -149,7 +149,7 @@ struct Plain {
     static int64_t expanded_bytes(int64_t words) { return words * Inner<Dot>::WORDS * PANEL_WORD_BYTES; }
     // With few rows, words are multiplied unexpanded: each tile widens them in registers.
     static bool expands(int64_t rows) { return Inner<Dot>::WORDS > 1 && rows > Split::NARROW_ROWS; }
-    static bool tall(int64_t) { return false; }
+    static bool prefers_tall_tiles(int64_t) { return false; }
     static int64_t block(int64_t rows, int64_t) {
         if (!Steps<Dot>::COPIES) return INT64_MAX;
         return rows <= Split::NARROW_ROWS ? 512 : expands(rows) ? 64 : 128;

@@ -33,9 +33,10 @@ struct Split {
 
     Split() {}
 
-    // one_block: a tile may multiply all of K at once. tall: tiles of more rows do less work for each panel, as if they
-    // unpack panels.
-    Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired, bool one_block, bool tall) {
+    // one_block: a tile may multiply all of K at once. prefers_tall_tiles: a tile works as long on its panels for few rows
+    // as for many.
+    Split(int64_t rows, int64_t words, int64_t columns, int threads, bool paired, bool one_block,
+          bool prefers_tall_tiles) {
         panels = ceil_div<int64_t>(columns, LANES);
         once = rows <= ONCE_ROWS, whole = once || one_block;
         few = rows <= NARROW_ROWS;
@@ -48,7 +49,7 @@ struct Split {
             rows_per_unit = rows;
         } else {
             // With too few columns for all threads to end together, units are narrower. Many rows are divided too.
-            tile_rows = tall ? ONCE_ROWS : few && !paired ? FEW_ROWS : MANY_ROWS;
+            tile_rows = prefers_tall_tiles ? ONCE_ROWS : few && !paired ? FEW_ROWS : MANY_ROWS;
             if (few && panels < MIN_UNITS_PER_THREAD * threads * widest_tile(tile_rows)) tile_rows = ONCE_ROWS;
             tile_panels = tile_panels_of(tile_rows, paired);
             int64_t tiles = ceil_div(panels, int64_t(tile_panels)), least = UNITS_PER_THREAD * threads;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -70,11 +72,14 @@ def test_linear_row_bits_are_independent_of_other_rows(
 @pytest.mark.parametrize(("size", "zeros", "inputs"), [
     (32, False, None), (64, True, None), (128, False, None), (32, False, DYNAMIC), (128, False, DYNAMIC)])
 @pytest.mark.parametrize(("k", "n"), [(40, 33), (1024, 48), (1112, 80)])
+@pytest.mark.parametrize("scales", [torch.bfloat16, torch.float16])
 def test_linear_int4_row_bits_are_independent_of_other_rows(
-    isa: str, size: int, zeros: bool, inputs: Scheme | None, k: int, n: int
+    isa: str, size: int, zeros: bool, inputs: Scheme | None, k: int, n: int, scales: torch.dtype
 ) -> None:
     x, weight = operands(k, n, torch.bfloat16)
-    packed = int4_of(weight.float(), size, torch.bfloat16, zeros=zeros, inputs=inputs).packed()
+    if scales is torch.float16:
+        weight *= 1e-4  # most scales are denormal
+    packed = replace(int4_of(weight.float(), size, scales, zeros=zeros, inputs=inputs).packed(), dtype=torch.bfloat16)
 
     def product_of(x: Tensor) -> Tensor:
         out = torch.empty(len(x), n, dtype=torch.bfloat16)
