@@ -52,14 +52,21 @@ def test_variants_of_a_hybrid_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, p
     assert {f"{name}: beside the CPU, float32", f"{name}: beside the CPU, bfloat16"} <= set(found)
 
 
+def correlation_with_built_in_model(folder: Path) -> float:
+    """Return the correlation of the logits of the model in `folder` with those of the built-in one."""
+    ids = [[5, 300, 2047, 11, 42, 17, 900, 4, 250, 31]]
+
+    def logits(model: Path) -> torch.Tensor:
+        reference = load_reference(model, CpuBackend(native=False), "float32", 64, 1)
+        return next(iter(forced_logits(*reference, ids, 64))).flatten()
+
+    return float(torch.corrcoef(torch.stack([logits(storyteller.FOLDER), logits(folder)]))[0, 1])
+
+
 def test_hybrid_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> None:
     """Its layers of linear attention change the logits a little; the others are those of the built-in model."""
     variants.write_hybrid(storyteller.FOLDER, tmp_path / "hybrid")
-    ids = [[5, 300, 2047, 11, 42, 17, 900, 4, 250, 31]]
-    dense, hybrid = (next(iter(forced_logits(*load_reference(folder, CpuBackend(native=False), "float32", 64, 1), ids,
-                                              64))) for folder in (storyteller.FOLDER, tmp_path / "hybrid"))
-    correlation = torch.corrcoef(torch.stack([dense.flatten(), hybrid.flatten()]))[0, 1]
-    assert 0.5 < correlation < 0.999
+    assert 0.5 < correlation_with_built_in_model(tmp_path / "hybrid") < 0.999
 
 
 @built
@@ -76,11 +83,7 @@ def test_variants_of_experts_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, hy
 def test_mixture_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> None:
     """Its experts differ from the dense MLP, and so do its logits, a little."""
     variants.write_mixture(storyteller.FOLDER, tmp_path / "experts")
-    ids = [[5, 300, 2047, 11, 42, 17, 900, 4, 250, 31]]
-    dense, mixture = (next(iter(forced_logits(*load_reference(folder, CpuBackend(native=False), "float32", 64, 1), ids,
-                                              64))) for folder in (storyteller.FOLDER, tmp_path / "experts"))
-    correlation = torch.corrcoef(torch.stack([dense.flatten(), mixture.flatten()]))[0, 1]
-    assert 0.5 < correlation < 0.999
+    assert 0.5 < correlation_with_built_in_model(tmp_path / "experts") < 0.999
 
 
 @pytest.mark.slow
