@@ -41,6 +41,8 @@ EXPERTS = {**HEADS, "hidden_size": 48, "head_dim": 32, "num_hidden_layers": 4, "
            "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"]}
 """Sizes of a mixture of experts of Qwen3.5, as HEADS."""
 TOKENS = 32
+TIMEOUT = 300
+"""Seconds that an answer may take. With a budget of one token the last of 32 takes a minute on a busy machine."""
 MESSAGE_END = 2
 """eos_token_id of the model."""
 FLAGS = ("--dtype", "float32", "--block-size", "16", "--max-num-seqs", "32")
@@ -98,7 +100,7 @@ def ask(prompt: list[int], **fields: object) -> pb.GenerateRequest:
 
 
 def answered(server: Server, prompt: list[int], **fields: object) -> Numbers:
-    return numbers(server.stub.Generate(ask(prompt, **fields), timeout=100).logprobs)
+    return numbers(server.stub.Generate(ask(prompt, **fields), timeout=TIMEOUT).logprobs)
 
 
 def together(server: Server) -> list[Numbers]:
@@ -161,7 +163,7 @@ def test_answers_from_the_prefix_cache_equal_those_computed(kind: Kind, served: 
     cached = 0
     for prompt, alone in zip(PROMPTS, kind.alone, strict=True):
         for _ in range(2):
-            answer = served.stub.Generate(ask(prompt), timeout=100)
+            answer = served.stub.Generate(ask(prompt), timeout=TIMEOUT)
             assert numbers(answer.logprobs) == alone
         cached += answer.finish.usage.cached_tokens
     assert cached > sum(map(len, PROMPTS)) // 2
@@ -170,7 +172,7 @@ def test_answers_from_the_prefix_cache_equal_those_computed(kind: Kind, served: 
 @in_any_company
 def test_samples_equal_requests_of_their_own(kind: Kind, served: Server) -> None:
     for prompt in PROMPTS[::8]:
-        several = served.stub.Generate(ask(prompt, n=3, temperature=1.0, seed=7), timeout=100).samples
+        several = served.stub.Generate(ask(prompt, n=3, temperature=1.0, seed=7), timeout=TIMEOUT).samples
         alone = [answered(served, prompt, temperature=1.0, seed=7 + index, bypass_prefix_cache=True)
                  for index in range(3)]
         assert [numbers(sample.logprobs) for sample in several] == alone
@@ -184,7 +186,7 @@ def test_answers_while_the_engine_is_killed_equal_those_alone(kind: Kind, served
         """Return the answer. A request that arrives during the restart is refused, and sent again."""
         received: Numbers = []
         try:
-            for part in served.stub.StreamGenerate(ask(PROMPTS[index]), timeout=100):
+            for part in served.stub.StreamGenerate(ask(PROMPTS[index]), timeout=TIMEOUT):
                 if index == 0 and part.logprobs and not received:
                     os.kill(engine_of(served), signal.SIGKILL)
                 received += numbers(part.logprobs)

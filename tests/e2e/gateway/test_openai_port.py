@@ -156,8 +156,11 @@ def test_metrics_page_has_those_of_smg(served: OpenAIServer) -> None:
     assert served.server.metric("npuserve_resident_memory_bytes", process="openai") > 1 << 20
 
 
-def read_stream(served: OpenAIServer, prompt: str, tokens: int, begun: list[int] | None = None) -> tuple[str, str]:
-    """Return the text of a streamed completion, and the error that ended it; "" if it is whole."""
+def read_stream(served: OpenAIServer, prompt: str, tokens: int, begun: set[str] | None = None) -> tuple[str, str]:
+    """Return the text of a streamed completion, and the error that ended it; "" if it is whole.
+
+    begun: gets the prompt with the first text.
+    """
     text = ""
     try:
         for part in served.client().completions.create(
@@ -165,7 +168,7 @@ def read_stream(served: OpenAIServer, prompt: str, tokens: int, begun: list[int]
                 extra_body={"ignore_eos": True}):
             text += part.choices[0].text if part.choices else ""
             if begun is not None and part.choices:
-                begun.append(1)
+                begun.add(prompt)
     except Exception as error:
         return text, f"{type(error).__name__}: {error}"
     return text, ""
@@ -175,11 +178,12 @@ PROMPTS = [f"{number} little dogs" for number in range(STREAMS)]
 
 
 def under_streams(served: OpenAIServer, tokens: int, disturb: Any) -> list[tuple[str, str]]:
-    """Return text and error of STREAMS streams, during which `disturb` is called once."""
-    begun: list[int] = []
+    """Return text and error of STREAMS streams. `disturb` is called once, when each has begun."""
+    begun: set[str] = set()
     with ThreadPoolExecutor(STREAMS) as threads:
         streams = [threads.submit(read_stream, served, prompt, tokens, begun) for prompt in PROMPTS]
-        until(lambda: begun or all(stream.done() for stream in streams), served.server)
+        until(lambda: all(prompt in begun or stream.done()
+                          for prompt, stream in zip(PROMPTS, streams, strict=True)), served.server)
         disturb()
         return [stream.result() for stream in streams]
 
