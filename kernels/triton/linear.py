@@ -52,7 +52,7 @@ def product_kernel(
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles_m = tl.cdiv(tokens, BLOCK_M)
     tile = tl.program_id(0) % (tiles_n * tiles_m)
-    part = tl.program_id(0) // (tiles_n * tiles_m)
+    part = tl.program_id(0) // (tiles_n * tiles_m) if SPLIT > 1 else 0
     tile_n, tile_m = place_of_tile(tile, tiles_n, tiles_m, GROUP)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

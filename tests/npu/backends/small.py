@@ -111,6 +111,17 @@ def masked(seed: int, vocabulary: int = 100) -> Mask:
     return ids
 
 
+def sampled_asks(number: int, count: int) -> list[Ask]:
+    """Return requests as `asks`, of which every second is sampled and every third has masks."""
+    made = asks(number, count)
+    for index, ask in enumerate(made):
+        if index % 2 == 0:
+            ask.sampling = SamplingParams(seed=index, temperature=0.9, top_k=20, repetition_penalty=1.2)
+        if index % 3 == 2:
+            ask.mask = masked(index)
+    return made
+
+
 def answers(
     runner: Runner, requests: list[Ask], *, chunk: int = 9, in_flight: int = 2
 ) -> tuple[list[list[int]], list[StepResult]]:

@@ -24,7 +24,7 @@ from tests.npu.emulator.child import ROOT, emulated, needs_npu
 def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**environment, **variables}, capture_output=True,
-                          text=True, timeout=100)
+                          text=True, timeout=280)
 
 
 @functools.cache

@@ -25,22 +25,16 @@ from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.quantize.rounding import Int4Rounding, Int8Rounding
 from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import RELAX, load, started
-from tests.npu.backends.ascend.test_hybrid import SAMPLED, tokens_of_continued_slots
+from tests.npu.backends.ascend.test_hybrid import MEMORY, on_cpu, tokens_of_continued_slots
 from tests.npu.backends.ascend.test_launches import EVENT, KINDS, nodes
 from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, from_first, loaded, of_one_device, share
 from tests.npu.backends.mixture import ARCHITECTURES, Family, saved_mixture
-from tests.npu.backends.small import GREEDY, answers, asks, ids_of, masked, saved
+from tests.npu.backends.small import GREEDY, answers, asks, ids_of, sampled_asks, saved
 from tests.npu.emulator.child import emulated, needs_npu, run
 from tests.npu.emulator.ranks import Place, on_ranks
 from tests.support import loop
 from tests.support.int4_checkpoints import to_int4
 from tests.support.oracle_drafts import drafting_of
-
-MEMORY = {"kv_cache_memory": 64 << 20}
-
-
-def on_cpu(folder: Path, **settings: Any) -> Runner:
-    return load(folder, "cpu", block_size=128, threads=1, **{**MEMORY, **settings})
 
 
 def equal_to_the_cpu(folder: Path, capture_chunks: bool = True, **sizes: Any) -> None:
@@ -369,15 +363,8 @@ def test_mixture_steady_step_is_one_replay(tmp_path: Path) -> None:
 def test_mixture_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> None:
     """Constrained rows are sampled after the dispatch."""
     saved_mixture(tmp_path, dense=(0,), top_k=3)
-    requests = []
-    for _ in range(2):
-        made = asks(6, 8)
-        for index, ask in enumerate(made):
-            ask.sampling = SamplingParams(seed=index, **({"temperature": 0.0} if index % 2 else SAMPLED))
-            ask.mask = masked(index) if index % 3 == 2 else None
-        requests.append(made)
-    got, _ = answers(load(tmp_path, decode_buckets=(1, 4), **MEMORY), requests[0])
-    assert got == answers(on_cpu(tmp_path), requests[1])[0]
+    got, _ = answers(load(tmp_path, decode_buckets=(1, 4), **MEMORY), sampled_asks(6, 8))
+    assert got == answers(on_cpu(tmp_path), sampled_asks(6, 8))[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])

@@ -22,14 +22,13 @@ from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.ascend.test_launches import EVENT, nodes
 from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, loaded, of_one_device, share
 from tests.npu.backends.hybrid import saved_hybrid
-from tests.npu.backends.small import GREEDY, Ask, answers, asks, ids_of, masked
+from tests.npu.backends.small import GREEDY, Ask, answers, asks, ids_of, sampled_asks
 from tests.npu.emulator.child import emulated, needs_npu, run
 from tests.npu.emulator.ranks import Place, on_ranks
 from tests.support import loop
 from tests.support.oracle_drafts import drafting_of
 
 MEMORY = {"kv_cache_memory": 64 << 20}
-SAMPLED = {"temperature": 0.9, "top_k": 20, "repetition_penalty": 1.2}
 
 
 def on_cpu(folder: Path, **settings: Any) -> Runner:
@@ -100,15 +99,8 @@ def test_hybrid_configuration_equals_cpu(tmp_path: Path, heads: str, layers: str
 def test_hybrid_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> None:
     """Constrained rows are sampled after the dispatch."""
     saved_hybrid(tmp_path)
-    requests = []
-    for _ in range(2):
-        made = asks(6, 8)
-        for index, ask in enumerate(made):
-            ask.sampling = SamplingParams(seed=index, **({"temperature": 0.0} if index % 2 else SAMPLED))
-            ask.mask = masked(index) if index % 3 == 2 else None
-        requests.append(made)
-    got, _ = answers(load(tmp_path, decode_buckets=(1, 4), **MEMORY), requests[0])
-    assert got == answers(on_cpu(tmp_path), requests[1])[0]
+    got, _ = answers(load(tmp_path, decode_buckets=(1, 4), **MEMORY), sampled_asks(6, 8))
+    assert got == answers(on_cpu(tmp_path), sampled_asks(6, 8))[0]
 
 
 # Missing operators
