@@ -259,6 +259,7 @@ def model(config: ServerConfig) -> dict[str, Any]:
         "bytes": {part: getattr(plan, part) for part in PARTS},
         "peak_bytes": plan.peak,
         "available_bytes": plan.available,
+        "kv_offload": {"bytes": plan.kv_offload, "available": plan.host_available} if plan.kv_offload else None,
         "host": asdict(plan.host) | {"needed": plan.host.needed, "fits": plan.host.fits} if plan.host else None,
     }
 
@@ -298,7 +299,7 @@ def memory_plan(
         model, backend, dtype=config.dtype, max_model_len=config.max_model_len, block_size=config.block_size,
         kv_cache_dtype=config.kv_cache_dtype, kv_cache_memory=config.kv_cache_memory, max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens, prefill=prefill, max_drafts=max_drafts(config),
-        reserved=backend.communicator_bytes(model.shard.size))
+        reserved=backend.communicator_bytes(model.shard.size), kv_offload_memory=config.kv_offload_memory)
     more = refused_bytes(folder, model, getattr(torch, plan.dtype), backend) if folder else 0
     cached: torch.dtype = getattr(torch, plan.kv_cache_dtype)
     return plan.grown(more, block_bytes(model, plan.block_size, cached, backend)) if more else plan
@@ -382,6 +383,10 @@ def text(report: dict[str, Any]) -> str:
                   for part in ("weights", "kv_cache", "activations", "staging")]
         lines.append(f"{'':11} {'fits' if prefill['fits'] else 'does NOT fit'}: needs {mib(prefill['needed'])}, "
                      f"{mib(prefill['available'])} available")
+    if offload := plan["kv_offload"]:
+        verdict = "fits" if offload["bytes"] <= offload["available"] else "does NOT fit"
+        lines.append(f"{'':11} evicted blocks: {verdict}: {mib(offload['bytes'])} of host memory, "
+                     f"{mib(offload['available'])} available")
     if plan["missing_weights"]:
         lines.append(f"{'':11} cannot be served: {plan['missing_weights']}")
     return "\n".join(lines)

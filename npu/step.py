@@ -7,7 +7,7 @@ scheduler can use these types.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -108,16 +108,47 @@ class Row(msgspec.Struct, frozen=True):
         return len(self.token_ids) == 1 and self.samples > 0 and self.start > 0
 
 
+class BlockCopy(NamedTuple):
+    """Copy of a KV-cache block between the device and a slot of host memory."""
+
+    block: int
+    slot: int
+
+
+class BlockLoad(msgspec.Struct, frozen=True):
+    """Copies from host memory to the device that end together. id: of this load, for `LoadedBlocks`."""
+
+    id: int
+    copies: list[BlockCopy]
+
+
+class LoadedBlocks(NamedTuple):
+    """End of a load.
+
+    id: of the load.
+    num_intact: number of its first blocks that are on the device. The checksum of the next one differs.
+    """
+
+    id: int
+    num_intact: int
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One iteration. The runner forgets the `ended` requests, adds the `new` ones, and computes the rows.
 
     Steps are computed in the order of their launch, so a step may be launched while the one before it runs.
+
+    saves: blocks to copy to host memory before the rows of this step or a load write them.
+    loads: loads that begin with this step, after its saves. They run beside this step and later ones, and no row may
+        use their blocks before the runner reports their end.
     """
 
     rows: list[Row]
     new: list[NewRequest] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
+    saves: list[BlockCopy] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -25,7 +25,8 @@ PRIORITY_RANGE = (-100, 100)
 """Allowed range of a request's priority. Lower values run earlier."""
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535), "metrics_port": (0, 65535), "max_model_len": (0, 1 << 24), "block_size": (0, 1024),
-    "kv_cache_memory": (0, 1 << 50), "max_num_seqs": (1, 65536), "max_num_batched_tokens": (1, 1 << 20),
+    "kv_cache_memory": (0, 1 << 50), "kv_offload_memory": (0, 1 << 50), "max_num_seqs": (1, 65536),
+    "max_num_batched_tokens": (1, 1 << 20),
     "max_queue": (0, 1 << 20), "max_requests_per_client": (0, 1 << 20), "max_preparing": (1, 1 << 20),
     "max_refusals_per_second": (0, 1 << 20),
     "max_connections": (1, 1 << 20), "max_message_size": (0, MAX_MESSAGE_BYTES),
@@ -68,6 +69,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: tokens of prompt and answer; 0 takes the model's limit.
     block_size: tokens per KV-cache block; 0 takes the backend's choice.
     kv_cache_memory: bytes; 0 takes a share of the free memory.
+    kv_offload_memory: bytes; 0 keeps no evicted blocks.
     max_queue: maximum number of waiting requests.
     emulate_relax, decode_buckets: comma-separated lists, parsed by `relaxations` and `buckets`.
 
@@ -111,6 +113,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     slow_reader_seconds: float = 300.0
     stream_interval: int = 1
     prefix_cache: bool = True
+    kv_offload_memory: int = 0
     share_prefix_cache: Literal["tenant", "all"] = "tenant"
     kv_events: Literal["off", "grpc", "zmq"] = "off"
     kv_events_endpoint: str = "tcp://*:5557"
@@ -182,6 +185,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_speculation()
         self._check_edge()
         self._check_openai()
+        self._check_prefix_cache()
         self._check_kv_events()
 
     def _check_speculation(self) -> None:
@@ -226,6 +230,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                               "NAME:KEY")
         if self.tls_client_ca:
             raise ConfigError("openai_port: HTTP clients cannot be asked for the certificates of tls_client_ca")
+
+    def _check_prefix_cache(self) -> None:
+        if self.kv_offload_memory and not self.prefix_cache:
+            raise ConfigError("kv_offload_memory: there are no prefixes to keep without prefix_cache")
 
     def _check_kv_events(self) -> None:
         if self.kv_events != "off" and not self.prefix_cache:

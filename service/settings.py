@@ -78,6 +78,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     },
     "reuse prefixes": {
         "prefix_cache": "reuse the blocks of equal prefixes",
+        "kv_offload_memory": "host memory for prefixes that the KV cache evicts, in bytes or as 64GiB; 0: none",
         "share_prefix_cache": "scope of shared prefixes: one tenant (API key or client certificate), or all; with "
                               "all, callers can probe what others have sent",
         "kv_events": "publish changes of the prefix cache, with token ids: over gRPC (SubscribeKvEvents), or over "
@@ -136,7 +137,7 @@ CHOSEN_BY_PRIVATE_SERVER = (
 """Settings that `npuserve serve --private` chooses."""
 
 _FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
-_SIZES = {"kv_cache_memory", "max_message_size"}
+_SIZES = {"kv_cache_memory", "kv_offload_memory", "max_message_size"}
 _METAVARS = {
     "MODEL": ("model",),
     "NAME": ("served_name",),

@@ -62,6 +62,22 @@ class Event(Protocol):
         """Return True if `wait` would not block."""
 
 
+class SideCopies(Protocol):
+    """Copies of device memory to and from host memory beside the steps. Call both within enqueued work.
+
+    Each source is copied to its target. The returned event covers all of them.
+    """
+
+    def save(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Event:
+        """Copy to host buffers what steps whose results are on the host have written.
+
+        The copy does not wait for steps in flight. Work that is enqueued later waits for the copy.
+        """
+
+    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Event:
+        """Copy from host buffers, after all work enqueued so far. Work that is enqueued later does not wait."""
+
+
 class Pending(Protocol[Result]):
     """Work handed to the device's queue."""
 
@@ -302,6 +318,10 @@ class Backend(ABC):
         The copy holds the tensor's value after all work queued so far. Later work may overwrite or free the tensor.
         Copies complete in order: the returned event covers all copies up to this one.
         """
+
+    def side_copies(self) -> SideCopies:
+        """Return copies on queues of their own. Only for devices that have `Capabilities.offloads`."""
+        raise NotImplementedError
 
     @abstractmethod
     def span(self) -> Span:

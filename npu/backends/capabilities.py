@@ -43,6 +43,7 @@ class Capabilities:
         padding.
     cache_dtypes: dtypes of a quantized KV cache that the kernels support.
     scale_dtype: dtype of the scales of a quantized KV cache.
+    offloads: blocks can be copied to and from host memory beside the steps (`Backend.side_copies`).
     fixed_state: the kernels support layers with a fixed state, such as linear attention.
     state_dtypes: dtypes of the states of linear attention that the kernels support, first the one for which they are
         made. "auto" is that one beside activations of the same dtype, and float32 beside others.
@@ -88,6 +89,7 @@ class Capabilities:
     padding_blocks: int = 0
     cache_dtypes: tuple[torch.dtype, ...] = ()
     scale_dtype: torch.dtype = torch.bfloat16
+    offloads: bool = False
     fixed_state: bool = False
     state_dtypes: tuple[str, ...] = ("float32",)
 

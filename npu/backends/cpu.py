@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Generic
 
@@ -37,7 +36,7 @@ from npuserve.npu.backends.base import (
 )
 from npuserve.npu.backends.cache_layout import CacheLayout
 from npuserve.npu.backends.capabilities import Capabilities
-from npuserve.npu.backends.memory import DeviceMemory
+from npuserve.npu.backends.memory import DeviceMemory, free_host_memory
 from npuserve.npu.backends.weight_layout import WeightLayout
 
 _TORCH_THREADS = torch.get_num_threads()
@@ -190,7 +189,7 @@ class HostMemory(DeviceMemory):
         return torch.empty(*shape, dtype=dtype) if self._arena is None else self._arena.empty(shape, dtype)
 
     def available(self) -> int:
-        return min([_meminfo_available(), *control_group.free_memory()]) // self._ranks
+        return free_host_memory() // self._ranks
 
     def cache_share(self, free: int) -> int:
         """Return a quarter of `free`, since other processes run here, and at most 4 GiB, as pages must be cleared."""
@@ -389,8 +388,3 @@ def _shares(file: int, filled: bool) -> bool:
 def usable_cores() -> int:
     """Return the number of cores that this process may use, by affinity and control group quota."""
     return max(1, min([len(os.sched_getaffinity(0)), *control_group.core_quotas()]))
-
-
-def _meminfo_available() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
+
+from npuserve.npu import control_group
 
 
 class DeviceMemory(ABC):
@@ -53,3 +56,10 @@ class DeviceMemory(ABC):
         Yields False, and changes nothing, if the backend does not support this.
         """
         return nullcontext(False)
+
+
+def free_host_memory() -> int:
+    """Return the bytes of the host's memory that this process can still allocate."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min([available, *control_group.free_memory()])

@@ -1,7 +1,8 @@
 """Base of devices with streams, over the torch module that serves them (torch.cuda, torch.npu).
 
 Steps run in order on one stream. Results for the host are copied on a second stream, concurrently with the next step.
-The host waits for these copies only.
+The host waits for these copies only. Blocks of the KV cache are saved to host memory and loaded from it on two further
+streams, so that a save does not wait for the loads before it.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ class QueuedWork(Generic[T]):
 
 
 class HostCopy:
-    """D2H copy in progress.
+    """Copy between device and host in progress.
 
-    staged: source of the copy, kept until the copy is complete.
+    staged: what the copy needs, kept until the copy is complete.
     events: returned to `pool` then; the last one marks the end of the copy.
     reach: waits for an event.
     """
 
     __slots__ = ("_events", "_pool", "_reach", "_staged")
 
-    def __init__(self, staged: torch.Tensor, events: list[Any], pool: list[Any], reach: Callable[[Any], None]):
-        self._staged: torch.Tensor | None = staged
+    def __init__(self, staged: object, events: list[Any], pool: list[Any], reach: Callable[[Any], None]):
+        self._staged: object | None = staged
         self._events = events
         self._pool = pool
         self._reach = reach
@@ -71,6 +72,45 @@ class HostCopy:
 
     def done(self) -> bool:
         return self._staged is None or bool(self._events[-1].query())
+
+
+class StreamCopies:
+    """Copies beside the steps of a backend: see `SideCopies`.
+
+    streams, main, pool, reach: of the backend. saves, loads: streams of the copies.
+    """
+
+    def __init__(self, streams: Any, main: Any, pool: list[Any], reach: Callable[[Any], None]):
+        self._streams = streams
+        self._main = main
+        self._pool = pool
+        self._reach = reach
+        self.saves = streams.Stream()
+        self.loads = streams.Stream()
+
+    def save(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:
+        saved, passed = self._take_events()
+        self._copy(self.saves, targets, sources)
+        saved.record(self.saves)
+        self._main.wait_event(saved)
+        passed.record(self._main)  # `saved` may be recorded again only then
+        return HostCopy([targets, sources], [saved, passed], self._pool, self._reach)
+
+    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:
+        begin, end = self._take_events()
+        begin.record(self._main)  # steps in flight may use the blocks for their previous owners
+        self.loads.wait_event(begin)
+        self._copy(self.loads, targets, sources)
+        end.record(self.loads)
+        return HostCopy([targets, sources], [begin, end], self._pool, self._reach)
+
+    def _take_events(self) -> list[Any]:
+        return [self._pool.pop() if self._pool else self._streams.Event() for _ in range(2)]
+
+    def _copy(self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        with self._streams.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
 
 
 class DeviceSpan:
@@ -146,6 +186,7 @@ class StreamBackend(Backend):
     """Backend on top of a torch device module.
 
     streams: the module; its device must be set and available.
+    side_streams: streams of copies.
     """
 
     pinned = True
@@ -163,6 +204,7 @@ class StreamBackend(Backend):
         self._streams = streams
         self._stream = streams.Stream()
         self._copies = streams.Stream()
+        self.side_streams: list[Any] = [self._copies]
         self._pool = streams.graph_pool_handle()
         streams.set_stream(self._stream)
         self._spans: list[tuple[Any, Any]] = []
@@ -200,6 +242,11 @@ class StreamBackend(Backend):
             buffer.copy_(staged, non_blocking=True)
         end.record(self._copies)
         return HostCopy(staged, events, self._events, self.reach)
+
+    def side_copies(self) -> StreamCopies:
+        copies = StreamCopies(self._streams, self._stream, self._events, self.reach)
+        self.side_streams += [copies.saves, copies.loads]
+        return copies
 
     def reach(self, event: Any) -> None:
         """Wait until the device has reached an event of `streams`. Raises RuntimeError if work before it failed."""

@@ -66,14 +66,14 @@ def load_runner(
     memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
     capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
     max_drafts: int = 0, task: TaskSetting = "auto", expert_parallel: bool = False, mtp: MtpSetting = "off",
-    draft: Path | str = "",
+    draft: Path | str = "", kv_offload_memory: int = 0,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: see `select`.
     threads, state_dtype, decode_buckets, int8_levels, capture (capture_mode), capture_chunks: see `DeviceSettings`.
     prefill_device, lm_head_dtype, task, mtp: see `select_prefill`, `ModelConfig`, `read_pooling` and `possible_mtp`.
-    kernel_sampling, observe, max_drafts: see `Runner`.
+    kernel_sampling, observe, max_drafts, kv_offload_memory: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
         group has its own.
@@ -105,7 +105,8 @@ def load_runner(
     planned = partial(
         predict, config, device, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
         kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts)
+        max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts,
+        kv_offload_memory=kv_offload_memory)
     measures = device.capabilities.measures_memory and host is None and not kv_cache_memory
     with device.memory.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
         plan = kept if shared and kept else planned()
@@ -134,7 +135,7 @@ def load_runner(
         kernel_sampling=kernel_sampling, observe=observe,
         prefill=(host, load_weights(folder, config.headless, weights.dtype, host, progress)) if host else None,
         shared_weights=describe(Path(folder), plan) if shared and not weights.unplanned_bytes else None,
-        cpu_kernels=chosen)
+        cpu_kernels=chosen, kv_offload_memory=kv_offload_memory)
     if group:
         group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
     if cpu_binding == "auto" and host is None and (said := device.bind_threads()):

@@ -16,6 +16,8 @@ from npuserve.kernels.native import LANES
 from npuserve.kernels.registry import Kernel
 from npuserve.kernels.sample import sample
 from npuserve.npu.backends.base import Backend, BackendError
+from npuserve.npu.backends.memory import free_host_memory
+from npuserve.npu.execution.host_blocks import chunk_sizes
 from npuserve.npu.execution.host_prefill import staging_bytes
 from npuserve.npu.execution.sampling_state import penalties_bytes
 from npuserve.npu.execution.state_store import block_bytes, slot_bytes
@@ -77,6 +79,8 @@ class MemoryPlan:
     dtype, kv_cache_dtype, max_model_len, block_size: settings of the engine.
     host: plan of the prompts, if the host computes them.
     fixed_state: num_slots slots of the layers' fixed state; 0 for a model without.
+    kv_offload: blocks in host memory, which are evicted from the KV cache.
+    host_available: free memory of the host for them; 0 if there are none.
     """
 
     weights: int
@@ -93,6 +97,8 @@ class MemoryPlan:
     host: HostPlan | None = None
     fixed_state: int = 0
     num_slots: int = 0
+    kv_offload: int = 0
+    host_available: int = 0
 
     @property
     def peak(self) -> int:
@@ -102,7 +108,8 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         """True if the device has the memory, and the host its part."""
-        return self.peak - self.base <= self.available and (self.host is None or self.host.fits)
+        is_on_host = (self.host is None or self.host.fits) and self.kv_offload <= self.host_available
+        return self.peak - self.base <= self.available and is_on_host
 
     def grown(self, more: int, block: int) -> MemoryPlan:
         """Return the plan with `more` bytes of weights.
@@ -124,6 +131,9 @@ class MemoryPlan:
         """Raise ModelError with the size of each part if the plan does not fit."""
         if self.fits:
             return
+        if self.kv_offload > self.host_available:
+            raise ModelError(f"kv_offload_memory: {mib(self.kv_offload)} is more than the host's free memory, "
+                             f"{mib(self.host_available)}")
         plan: MemoryPlan | HostPlan = self
         what = "the model"
         needed = self.peak - self.base
@@ -170,6 +180,7 @@ def predict(
     config: ModelConfig, backend: Backend, *, dtype: str = "auto", max_model_len: int = 0, block_size: int = 0,
     kv_cache_dtype: str = "auto", kv_cache_memory: int = 0, max_num_seqs: int = 64, max_num_batched_tokens: int = 512,
     prefill: Backend | None = None, reserved: int = 0, max_drafts: int = 0, measured: MeasuredMemory | None = None,
+    kv_offload_memory: int = 0,
 ) -> MemoryPlan:
     """Return the plan that `load_runner` follows, for settings as in ServerConfig.
 
@@ -180,12 +191,15 @@ def predict(
     prefill: backend that computes the prompts; None for `backend`.
     reserved: bytes of the device's free memory that others will take.
     max_drafts: see `Runner`. measured: in place of predictions; None if nothing was measured.
+    kv_offload_memory: most bytes of host memory for evicted blocks; 0 for none.
 
     Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that is not
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
     for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
     resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
+    if kv_offload_memory:
+        _check_offload(config, backend, prefill)
     length = _checked_length(config, max_model_len)
     available = measured.available if measured else backend.memory.available() - reserved
     weights = stored_bytes(config, resolved, backend) + _wide_router_bytes(config, resolved, backend)
@@ -196,6 +210,9 @@ def predict(
     if measured:
         activations, logits = measured.step, 0
     block = block_bytes(config, block_size, cached, backend)
+    offload = chunk_sizes(kv_offload_memory, block)
+    if kv_offload_memory and not offload:
+        raise ModelError(f"kv_offload_memory: {mib(kv_offload_memory)} holds no block of {mib(block)}")
     host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = max(available - weights - activations - logits, 0)
@@ -225,7 +242,23 @@ def predict(
         kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks, block_size=block_size, max_model_len=length,
         host=host and replace(host, kv_cache=num_blocks * mirrored), fixed_state=fixed_state, num_slots=num_slots,
+        kv_offload=sum(offload), host_available=free_host_memory() if offload else 0,
     )
+
+
+def _check_offload(config: ModelConfig, backend: Backend, prefill: Backend | None) -> None:
+    """Raise BackendError if evicted blocks cannot go to host memory."""
+    if not backend.capabilities.offloads:
+        raise BackendError(f"kv_offload_memory: the KV cache of {backend.name} is in host memory already; a larger "
+                           "kv_cache_memory keeps more prefixes")
+    if prefill:
+        raise BackendError("kv_offload_memory: is not possible where prompts are computed on another device "
+                           "(prefill_device), which has a mirror of the KV cache")
+    if config.shard.size > 1:
+        raise BackendError("kv_offload_memory: is not possible with a tensor_parallel_size above 1")
+    if config.has_fixed_state:
+        raise BackendError(f"kv_offload_memory: is not possible for models with linear attention ({config.family}), "
+                           "whose states stay on the device")
 
 
 def _measured_share(free: int, config: ModelConfig, backend: Backend, length: int, block: int) -> int:

@@ -40,6 +40,7 @@ from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
 from npuserve.npu.execution.expert_balance import ExpertBalance
 from npuserve.npu.execution.forward import Forward
+from npuserve.npu.execution.host_blocks import HostBlocks
 from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
 from npuserve.npu.execution.in_flight import (
     MISSING,
@@ -82,7 +83,9 @@ class Runner:
     cpu_kernels: CPU kernels in use, or None.
     ranks: group of the model's ranks. All of them launch the same steps.
     recording: record of the steps that are launched now, for a profile; None for none.
+    kv_offload_memory: most bytes of host memory for blocks that are evicted from the KV cache; 0 for none.
     draft: weights of a smaller model that drafts tokens, for `ModelConfig.draft`; None for none.
+    host_blocks: the blocks in host memory; None for none.
     predicts: steps can draft tokens (`Row.predicts`): the model has a head for this, or there is a smaller one.
     """
 
@@ -109,6 +112,7 @@ class Runner:
         num_slots: int = 0,
         max_drafts: int = 0,
         draft: ModelWeights | None = None,
+        kv_offload_memory: int = 0,
     ):
         self.config = config
         self.cpu_kernels = cpu_kernels
@@ -159,6 +163,9 @@ class Runner:
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
         self._predictor = self._build_predictor(model, draft, num_blocks)
+        stores = [self._store, *([self._predictor.store] if self._predictor else [])]
+        paged = [tensor for store in stores for tensor in store.paged_tensors]
+        self.host_blocks = HostBlocks(backend, paged, kv_offload_memory) if kv_offload_memory else None
         memory = [(backend.memory, tensor) for tensor in self._cached]
         if self._prefill and prefill:
             memory += [(prefill[0].memory, tensor) for tensor in self._prefill.tensors]
@@ -265,6 +272,8 @@ class Runner:
     def _launch(self, step: Step, timed: bool) -> LaunchedStep:
         self._complete()
         self._update_requests(step)
+        if self.host_blocks is not None and (step.saves or step.loads):
+            self.host_blocks.launch(step.saves, step.loads)
         if not step.rows:
             return LaunchedStep([], self._ids[0][:0])
         if copies := [(row.state_source, row.state_slot) for row in step.rows if row.state_source >= 0]:

@@ -68,6 +68,10 @@ def _dtype(name: str, model: torch.dtype, backend: Backend) -> torch.dtype:
     return model if name == "model" else backend.state_dtype(model)
 
 
+def _tensors(cache: Cache) -> list[Tensor]:
+    return [cache.values, cache.scale] if isinstance(cache, Quantized) else [cache]
+
+
 @dataclass(frozen=True, slots=True)
 class StateStore:
     """State of each block of the model.
@@ -163,8 +167,12 @@ class StateStore:
     def tensors(self) -> list[Tensor]:
         """Return all tensors layer by layer: keys and their scales, values and their scales."""
         states = [(state,) if isinstance(state, Tensor) else state or () for state in self.states]
-        return [tensor for state in states for cache in state
-                for tensor in ([cache.values, cache.scale] if isinstance(cache, Quantized) else [cache])]
+        return [tensor for state in states for cache in state for tensor in _tensors(cache)]
+
+    @property
+    def paged_tensors(self) -> list[Tensor]:
+        """Return the tensors [blocks, ...] of keys and values, layer by layer as `tensors`."""
+        return [tensor for state in self.paged for cache in state for tensor in _tensors(cache)]
 
     def copy_slots(self, copies: Sequence[tuple[int, int]], backend: Backend) -> None:
         """Queue copies of slots, in order. copies: (source, target)."""

@@ -82,6 +82,8 @@ RESTORE_SECONDS = 2.0
 """Maximum time between messages that a restarted engine waits for the front ends. They connect within about 50 ms."""
 LONG_STEP_SECONDS = 0.004
 """Minimum expected duration of a step for the engine to read messages during it."""
+LOAD_SECONDS = 0.001
+"""Time between two looks for the end of a load from host memory while nothing runs."""
 MAX_EARLY_SECONDS = 0.005
 """Most time before the expected end of a step at which the engine stops reading messages, if the next step needs its
 tokens. The time is a quarter of a short step."""
@@ -284,6 +286,8 @@ class Engine:
         """Return how long to wait for a message when there is nothing to compute, in seconds."""
         if self._kv_events and self._kv_events.has_work:
             return 0.0
+        if self._scheduler.is_loading:
+            return LOAD_SECONDS
         now = time.monotonic()
         deadline = self._scheduler.deadlines.next(now)
         return HEARTBEAT_SECONDS if deadline is None else min(max(0.0, deadline - now), HEARTBEAT_SECONDS)

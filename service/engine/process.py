@@ -41,6 +41,7 @@ from npuserve.service.ranks.load import load_model, publish_kernel
 from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.drafting import Drafting
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.speculation.speculator import Mode, Speculator
@@ -177,7 +178,9 @@ def build_engine(
     """
     config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
-    blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log)
+    host_blocks = runner.host_blocks
+    tier = HostTier(host_blocks.num_slots, host_blocks.take_loaded, kv_log) if host_blocks else None
+    blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log, tier)
     slots = StateSlots.of(runner.num_slots, blocks)
     message_end_ids = read_eos_ids(Path(args.folder)) if slots else frozenset[int]()
     capacity = blocks.capacity
@@ -187,7 +190,7 @@ def build_engine(
         max_queue=config.max_queue, aging_seconds=config.priority_aging_seconds,
         target_itl_seconds=config.target_itl_seconds, max_model_len=length,
         min_forced=runner.min_forced, slots=slots, message_end_ids=message_end_ids,
-        drafting=drafting_of(config, runner))
+        drafting=drafting_of(config, runner), tier=tier)
     model = ModelInfo(
         family=runner.config.architecture, vocabulary_size=runner.config.vocab_size,
         max_model_len=length, dtype=runner.dtype_name,

@@ -77,4 +77,5 @@ def load_model(
         prefill_device=config.prefill_device, lm_head_dtype=config.lm_head_dtype, task=config.task, memory=memory,
         cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None),
         group=group, expert_parallel=config.expert_parallel,
-        max_drafts=max_drafts(config), mtp=MTP_SETTINGS.get(config.speculate, "off"), draft=draft_folder(config))
+        max_drafts=max_drafts(config), mtp=MTP_SETTINGS.get(config.speculate, "off"), draft=draft_folder(config),
+        kv_offload_memory=config.kv_offload_memory)

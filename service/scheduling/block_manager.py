@@ -59,6 +59,14 @@ class CacheEvents(Protocol):
     def cleared(self) -> None: ...
 
 
+class EvictedBlocks(Protocol):
+    """Keeper of evicted blocks: host_tier.py."""
+
+    def save(self, digest: bytes, block: int) -> None: ...
+    def forget(self, digest: bytes) -> None: ...
+    def clear(self) -> None: ...
+
+
 class BlockTable:
     """Block table of one request. Only the BlockManager changes it; others read `block_ids` and `version`.
 
@@ -100,10 +108,12 @@ class BlockManager:
 
     prefix_cache: tables without a scope share blocks.
     events: receiver of the changes of the prefix cache; None for none.
+    evicted: keeps the blocks that are evicted; None: they are lost.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, prefix_cache: bool = True, events: CacheEvents | None = None
+        self, num_blocks: int, block_size: int, prefix_cache: bool = True, events: CacheEvents | None = None,
+        evicted: EvictedBlocks | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
@@ -111,6 +121,7 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self._events = events
+        self._evicted = evicted
         self._key = secrets.token_bytes(DIGEST_BYTES)
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
@@ -215,7 +226,7 @@ class BlockManager:
             table.block_ids.extend(prefix)
             table.num_registered = len(prefix)
         for _ in range(missing):
-            block = self._free.pop() if self._free else self._evict()
+            block = self._free.pop() if self._free else self._evict(self._evicted)
             self._refs[block] = 1
             table.block_ids.append(block)
         return True
@@ -264,6 +275,8 @@ class BlockManager:
         """Free the cached blocks of a scope whose tables are empty. Nothing for 0."""
         self._index_version += 1
         for digest in self._scopes.pop(scope, ()):
+            if self._evicted is not None:
+                self._evicted.forget(digest)
             block = self._by_digest.pop(digest, None)
             if block is not None:
                 self._digest[block] = None
@@ -276,10 +289,15 @@ class BlockManager:
         return self._scopes.keys()
 
     def flush_prefix_cache(self) -> int:
-        """Free all cached blocks, and return their number. Used blocks stay in the prefix cache."""
+        """Free all cached blocks, and return their number. Used blocks stay in the prefix cache.
+
+        Blocks that were evicted before are forgotten.
+        """
+        if self._evicted is not None:
+            self._evicted.clear()
         flushed = len(self._cached)
         while self._cached:
-            self._free.append(self._evict())
+            self._free.append(self._evict(None))
         if flushed and not self._by_digest and self._events is not None:
             self._events.cleared()
         return flushed
@@ -360,11 +378,13 @@ class BlockManager:
             self._digest[block] = None
         self._free.append(block)
 
-    def _evict(self) -> int:
-        """Forget the least recently used cached block and return it."""
+    def _evict(self, keeper: EvictedBlocks | None) -> int:
+        """Forget the least recently used cached block and return it. keeper: may save it; None for none."""
         block, _ = self._cached.popitem(last=False)
         digest = self._digest[block]
         assert digest is not None
+        if keeper is not None:
+            keeper.save(digest, block)
         del self._by_digest[digest]
         self._index_version += 1
         self._digest[block] = None

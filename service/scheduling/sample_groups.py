@@ -171,7 +171,7 @@ class SampleGroups:
             leader = group.leader
             if leader is None and group.followers:
                 yield f"the sequences {sorted(group.followers)} follow no leader"
-            if leader is not None and not (leader.is_queued or leader.state is State.RUNNING):
+            if leader is not None and not (leader.is_queued or leader.state in (State.LOADING, State.RUNNING)):
                 yield f"sequence {leader.id} leads other samples, but is {leader.state.value}"
         if not self._blocks.scopes <= {group.scope for group in groups}:
             yield f"blocks have the scopes {sorted(self._blocks.scopes)}, which no group has"

@@ -34,13 +34,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from npuserve.npu.step import Step, StepResult
+from npuserve.npu.step import BlockCopy, BlockLoad, Step, StepResult
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.admission import Admission, Load
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.preemption import Preemption
 from npuserve.service.scheduling.prompt_bound import PromptBound
@@ -59,6 +60,7 @@ _STATES = {
     "followers": {State.FOLLOWING},
     "compiling": {State.COMPILING},
     "running": {State.RUNNING},
+    "loading": {State.LOADING},
     "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.UNPAUSED},
 }
 """States of the sequences in each collection of the scheduler."""
@@ -84,6 +86,7 @@ class Scheduler:
     slots: slots of fixed state; None for a model without.
     message_end_ids: tokens that end messages of a chat; see checkpoints.py.
     drafting: drafts of the requests; None for none.
+    tier: blocks in host memory that `blocks` has evicted; None for none.
 
     All times are seconds of the clock of Request.arrival.
 
@@ -104,9 +107,11 @@ class Scheduler:
         slots: StateSlots | None = None,
         message_end_ids: Set[int] = frozenset(),
         drafting: Drafting | None = None,
+        tier: HostTier | None = None,
     ) -> None:
-        self.memory = SequenceMemory(blocks, slots, message_end_ids)
+        self.memory = SequenceMemory(blocks, slots, message_end_ids, tier)
         self.blocks = blocks
+        self.tier = tier
         self.slots = slots
         self.drafting = drafting or Drafting()
         self.preemptions = 0
@@ -121,6 +126,7 @@ class Scheduler:
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
         self._samples = SampleGroups(self._queue, blocks)  # FOLLOWING
         self._compiling: dict[int, Sequence] = {}  # COMPILING
+        self._loading: dict[int, Sequence] = {}  # LOADING
         self._running: list[Sequence] = []  # RUNNING, the oldest first
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
         self._ended: list[int] = []  # not yet reported to the runner
@@ -138,8 +144,9 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests in the queue, also preempted ones, and of requests that wait for a prompt or grammar."""
-        return len(self._queue) + len(self._samples) + len(self._compiling)
+        """Number of requests in the queue, also preempted ones, and of requests that wait for a prompt, a grammar or
+        blocks from host memory."""
+        return len(self._queue) + len(self._samples) + len(self._compiling) + len(self._loading)
 
     @property
     def num_paused(self) -> int:
@@ -148,7 +155,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if there is anything to compute: a request has not ended and is not paused."""
-        return bool(self._running or self._queue)
+        return bool(self._running or self._queue or self._loading)
+
+    @property
+    def is_loading(self) -> bool:
+        """True until all loads from host memory have ended, and a plan has taken them in."""
+        return self.tier is not None and self.tier.is_loading
 
     @property
     def expected_seconds(self) -> float:
@@ -244,7 +256,10 @@ class Scheduler:
         return [self._drop_late(sequence) for sequence in self.deadlines.late(now)]
 
     def schedule(self, now: float) -> Plan:
-        """Plan a step. One without rows need not be launched. Read block_ids in the launch only: the lists may grow."""
+        """Plan a step. One without rows and loads need not be launched. Read block_ids in the launch only: the lists
+        may grow."""
+        if self.tier is not None:
+            self._finish_loads(self.tier)
         if self.waits_for_tokens:
             return Plan(Step([]), [], [])
         self._run_unpaused(now)
@@ -267,14 +282,38 @@ class Scheduler:
             plan.bound_prompts(self._prompt_bound.plan())
         self._plan_chunks(plan, running, now)
         self._admit_waiting(plan, now)
+        saves, loads = self._take_copies(has_rows=bool(plan.rows))
         if not plan.rows:
-            return Plan(Step([]), plan.dropped, [])
+            return Plan(Step([], saves=saves, loads=loads), plan.dropped, [])
         prompts = self._max_num_batched_tokens - plan.budget - decodes - num_more
         pools = all(self._sequences[row.request_id].pools for row in plan.rows[decodes:])
         self._estimator.step_planned(decodes, prompts, now, has_streams=has_streams, pools=pools)
-        step = Step(plan.rows, plan.new, self.take_ended())
+        step = Step(plan.rows, plan.new, self.take_ended(), saves, loads)
         self.drafting.planned(step)
         return Plan(step, plan.dropped, plan.constrained)
+
+    def _finish_loads(self, tier: HostTier) -> None:
+        """Queue the requests whose loads have ended."""
+        for sequence_id, num_tokens in tier.finish(self.blocks).items():
+            sequence = self._loading.pop(sequence_id, None)
+            if sequence is not None:
+                sequence.loaded(num_tokens)
+                self._queue.push(sequence)
+
+    def _take_copies(self, *, has_rows: bool) -> tuple[list[BlockCopy], list[BlockLoad]]:
+        """Return the saves and loads of a step. Saves wait for the next rows or loads, which may write their blocks."""
+        if self.tier is None or not (has_rows or self.tier.has_new_loads):
+            return [], []
+        return self.tier.take_copies()
+
+    def _load_first(self, sequence: Sequence) -> bool:
+        """Let a request from the queue wait for its blocks from host memory. Return False if there are none to load."""
+        if self.quarantine or not self.memory.load(sequence, spare=len(self._running)):
+            return False
+        self._take_out(sequence)
+        sequence.load()
+        self._loading[sequence.id] = sequence
+        return True
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
         """Take in the result of the oldest step. Return the progress of each request that got a token or reports."""
@@ -371,7 +410,8 @@ class Scheduler:
         - the clients' counts of running sequences are right,
         - samples that wait for a prompt have a leader that computes it,
         - deadlines are set for exactly the sequences that have one,
-        - the used blocks belong to exactly the sequences whose state holds blocks, and each slot has one holder.
+        - the used blocks belong to exactly the loads and the sequences whose state holds blocks, and each slot has one
+          holder.
         """
         for fault in self._count_faults():
             raise IntegrityError(fault)
@@ -385,7 +425,11 @@ class Scheduler:
         if self.slots is not None:
             self.slots.check_integrity(sequence.slots for sequence in self._sequences.values())
         yield
-        yield from self.blocks.audit(s.blocks for s in self._sequences.values() if s.holds_blocks)
+        holders = [s.blocks for s in self._sequences.values() if s.holds_blocks]
+        if self.tier is not None:
+            self.tier.check_integrity()
+            holders += self.tier.tables
+        yield from self.blocks.audit(holders)
 
     def _count_faults(self) -> Iterator[str]:
         """Yield contradictions between the sizes of the collections."""
@@ -393,9 +437,9 @@ class Scheduler:
             yield f"{len(self._running)} sequences run, at most {self._max_num_seqs} may"
         if self.num_waiting + self.num_running + self.num_paused != len(self._sequences):
             yield (f"{len(self._sequences)} sequences, but {len(self._queue)} are waiting, {len(self._samples)} are "
-                   f"followers, {len(self._compiling)} are compiling, {len(self._running)} are running, "
-                   f"{len(self._paused)} are paused")
-        if not self._sequences and self.blocks.counts.used:
+                   f"followers, {len(self._compiling)} are compiling, {len(self._loading)} are loading, "
+                   f"{len(self._running)} are running, {len(self._paused)} are paused")
+        if not self._sequences and self.blocks.counts.used and not self.is_loading:
             yield f"{self.blocks.counts.used} blocks are used, but no sequence is left"
 
     def _faults(self) -> Iterator[str]:
@@ -410,6 +454,7 @@ class Scheduler:
             "waiting": self._queue,
             "followers": self._samples,
             "compiling": self._compiling.values(),
+            "loading": self._loading.values(),
             "running": self._running,
             "paused": self._paused.values(),
         }
@@ -495,6 +540,8 @@ class Scheduler:
         returning = self._queue.returning
         head = newcomer or self._queue.next()
         leaving = self._preemption.yielding(head, returning) if head is not None else []
+        if leaving and head is not None and self._load_first(head):
+            return []
         if any(sequence.num_steps_in_flight for sequence in leaving):
             return leaving
         if leaving:
@@ -585,7 +632,7 @@ class Scheduler:
         may_run = self.quarantine.may_run if self.quarantine else None
         if may_run and not all(may_run(sequence.id) for sequence in self._running):
             return  # others have steps in flight
-        while plan.budget and self._queue and len(self._running) < self._max_num_seqs:
+        while plan.budget and self._queue and len(self._running) + len(self._loading) < self._max_num_seqs:
             urgent = None if may_run else self._successor or self._queue.returning
             sequence = urgent or self._queue.next(may_run)
             if sequence is None:
@@ -598,6 +645,8 @@ class Scheduler:
             self._successor = None
             if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
                 plan.dropped.append(self._drop_late(sequence))
+                continue
+            if self._load_first(sequence):
                 continue
             is_new = not sequence.was_admitted
             if not self._admit(sequence, now):
@@ -652,6 +701,8 @@ class Scheduler:
             self._samples.remove(sequence)
         elif sequence.state is State.COMPILING:
             del self._compiling[sequence.id]
+        elif sequence.state is State.LOADING:
+            del self._loading[sequence.id]
         elif sequence.state is State.RUNNING:
             del self._running[bisect_left(self._running, sequence.age_key, key=_age_key)]
             sequence.account.running -= 1

@@ -28,7 +28,8 @@ class State(Enum):
         PAUSED ──preempt──► PAUSED_WITHOUT_BLOCKS ──unpause──► PREEMPTED, or WAITING if never admitted
         UNPAUSED ──preempt──► PREEMPTED
         UNPAUSED ──pause──► PAUSED
-        WAITING, PREEMPTED ──pause──► PAUSED_WITHOUT_BLOCKS
+        WAITING, PREEMPTED ──load──► LOADING ──loaded──► WAITING, or PREEMPTED
+        WAITING, PREEMPTED, LOADING ──pause──► PAUSED_WITHOUT_BLOCKS
         WAITING ──follow──► FOLLOWING ──enter_queue──► WAITING
         COMPILING ──constrain──► WAITING, or FOLLOWING
         FOLLOWING, COMPILING ──pause──► PAUSED_WITHOUT_BLOCKS
@@ -42,6 +43,8 @@ class State(Enum):
     """Waits for the sample of its call that computes the prompt. Never admitted, holds no blocks, not in the queue."""
     COMPILING = "compiling"
     """Waits for the grammar of its constraint. Never admitted, holds no blocks, not in the queue."""
+    LOADING = "loading"
+    """Waits for blocks from host memory, as the next in the queue. Holds no blocks, not in the queue."""
     PREEMPTED = "preempted"
     """In the queue. Admitted before, holds no blocks."""
     RUNNING = "running"
@@ -106,6 +109,8 @@ class Sequence:
     num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
+    has_loaded: blocks were loaded from host memory since it was queued.
+    num_loaded_tokens: tokens of blocks that came back from host memory before the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
     has_drafts: a step in flight computes drafts of the request, so that it gets no further row.
     num_valid_samples: samples of this row that have a mask of their own, of a constrained request.
@@ -124,6 +129,7 @@ class Sequence:
         "deadline",
         "drafter",
         "has_drafts",
+        "has_loaded",
         "id",
         "is_deferred",
         "matcher",
@@ -131,6 +137,7 @@ class Sequence:
         "num_computed_tokens",
         "num_deferred",
         "num_drafted",
+        "num_loaded_tokens",
         "num_pending_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -181,6 +188,8 @@ class Sequence:
         self.matcher: AnswerMatcher | None = None
         self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False
+        self.has_loaded = False
+        self.num_loaded_tokens = 0
         self.num_steps_in_flight = 0
         self.num_deferred = 0
         self.is_deferred = False
@@ -303,6 +312,17 @@ class Sequence:
         if not is_computed:
             self.num_shared_tokens = 0
 
+    def load(self) -> None:
+        """Wait for blocks from host memory."""
+        self.state = State.LOADING
+        self.has_loaded = True
+
+    def loaded(self, num_tokens: int) -> None:
+        """End the wait for blocks from host memory. num_tokens: of the blocks that came back."""
+        self.state = State.PREEMPTED if self.was_admitted else State.WAITING
+        if not self.was_admitted:
+            self.num_loaded_tokens = num_tokens
+
     def admit(self, num_cached_tokens: int, now: float) -> None:
         """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
         if not self.was_admitted:
@@ -310,6 +330,7 @@ class Sequence:
             if self.request.progress.cached_tokens is None:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.state = State.RUNNING
+        self.has_loaded = False
         self.num_shared_tokens = 0
         self.num_computed_tokens = num_cached_tokens
         self.num_prefill_tokens = len(self.token_ids)

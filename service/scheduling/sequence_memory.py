@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Set
 
-from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import checkpoint_positions
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
 
@@ -18,12 +19,16 @@ class SequenceMemory:
 
     slots: None for a model without fixed state.
     message_end_ids: tokens that end messages of a chat; see checkpoints.py.
+    tier: evicted blocks in host memory; None for none.
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache at the first admission.
     """
 
-    def __init__(self, blocks: BlockManager, slots: StateSlots | None, message_end_ids: Set[int]) -> None:
+    def __init__(
+        self, blocks: BlockManager, slots: StateSlots | None, message_end_ids: Set[int], tier: HostTier | None = None
+    ) -> None:
         self.blocks = blocks
         self.slots = slots
+        self.tier = tier
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._message_end_ids = message_end_ids
@@ -45,6 +50,26 @@ class SequenceMemory:
             self.blocks.free(sequence.blocks)
             return None
         return len(prefix) * self.blocks.block_size
+
+    def load(self, sequence: Sequence, spare: int) -> bool:
+        """Begin to load the blocks behind a waiting request's cached prefix that host memory has.
+
+        spare: blocks that must remain free.
+
+        Returns False, and changes nothing, if it has none, if blocks are lacking for the request's tokens, or if the
+        request has waited for a load before.
+        """
+        if self.tier is None or sequence.has_loaded or not sequence.uses_prefix_cache:
+            return False
+        blocks = self.blocks
+        prefix = blocks.find_prefix(sequence.blocks, sequence.token_ids)
+        max_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
+        digests = self.tier.find(blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)[len(prefix) :])
+        if not digests or blocks.shortage(sequence.blocks, sequence.num_tokens, prefix, spare) > 0:
+            return False
+        table = BlockTable(sequence.request.cache_salt, sequence.blocks.scope)
+        token_ids = sequence.token_ids[: (len(prefix) + len(digests)) * blocks.block_size]
+        return self.tier.load(sequence.id, blocks, table, token_ids, prefix, digests, spare)
 
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], bytes]:
         """Return the blocks of the longest cached prefix, and the digest of the checkpoint at its end.
@@ -117,6 +142,10 @@ class SequenceMemory:
             return
         self.prefix_queries += sequence.num_prompt_tokens
         self.prefix_hits += sequence.cached_tokens
+        if self.tier is not None:
+            loaded = min(sequence.num_loaded_tokens, sequence.cached_tokens)
+            self.tier.queries += sequence.num_prompt_tokens - sequence.cached_tokens + loaded
+            self.tier.hits += loaded
         if not num_cached_tokens:
             self._misses[self._miss_reason(sequence)] += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from npuserve.npu.step import PENDING, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
@@ -93,9 +95,11 @@ def serve(
             pipeline.launch(step)
         elif not pipeline:
             pipeline.wait_for_masks()
+            if scheduler.is_loading:
+                time.sleep(0.001)
         if pipeline.must_collect:
             collect()
-        if not (live or order or pipeline):
+        if not (live or order or pipeline or scheduler.is_loading):
             break
     assert not live, "requests never end"
     check_ended(runner, scheduler)
@@ -105,9 +109,11 @@ def serve(
 
 def _scheduler_of(runner: Runner, num_blocks: int, num_slots: int | None = None, **settings: Any) -> Scheduler:
     """Return a scheduler. num_slots: of fixed state; None for all that the runner has."""
-    blocks = BlockManager(num_blocks, runner.block_size)
+    host = runner.host_blocks
+    tier = HostTier(host.num_slots, host.take_loaded) if host else None
+    blocks = BlockManager(num_blocks, runner.block_size, evicted=tier)
     slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
-    return Scheduler(blocks, max_queue=100, aging_seconds=1.0, slots=slots, **settings)
+    return Scheduler(blocks, max_queue=100, aging_seconds=1.0, slots=slots, tier=tier, **settings)
 
 
 def check_ended(runner: Runner, scheduler: Scheduler) -> None:

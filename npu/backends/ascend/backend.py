@@ -91,7 +91,8 @@ class AscendBackend(StreamBackend):
         dtypes=("bfloat16", "float16"), vocabulary_tile=64, int8_levels=ascend.LEVELS, int4=True, int4_rows=WORD_CODES,
         experts=True, ragged_experts=False, widens_routers=True, counts_together=True,
         block_size=ascend.BLOCK, block_multiple=ascend.BLOCK, max_block_size=ascend.BLOCK, padding_blocks=1,
-        cache_dtypes=(torch.int8,), scale_dtype=torch.float32, fixed_state=True, state_dtypes=("bfloat16", "float32"),
+        cache_dtypes=(torch.int8,), scale_dtype=torch.float32, offloads=True, fixed_state=True,
+        state_dtypes=("bfloat16", "float32"),
         host_lengths=True, sampler_filters=(Filters.NONE, Filters.SMALL_TOP_K, Filters.ANY), sampling_bytes=40,
         collectives="hccl", reduces=True)
 
@@ -242,7 +243,7 @@ class AscendBackend(StreamBackend):
         [NPUQueue](https://github.com/Ascend/pytorch/blob/9e73e708ab9350d203475609f36f8a43f6a0c2ab/torch_npu/csrc/core/npu/NPUQueue.cpp#L583)).
         Here the wait may then return too early: the runner finds that the ids are missing (`LostStep`).
         """
-        for stream in (self._stream, self._copies):  # which may have queues of their own
+        for stream in (self._stream, *self.side_streams):  # which may have queues of their own
             _ = stream.npu_stream  # empties torch_npu's queue, and raises the failure of a launch in it
         fault_codes.check(self._acl.aclrtSynchronizeEvent(ctypes.c_void_p(event.npu_event)), "aclrtSynchronizeEvent")
 

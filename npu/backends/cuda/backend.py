@@ -103,8 +103,9 @@ class CudaBackend(StreamBackend):
     capabilities = Capabilities(
         dtypes=("bfloat16", "float16"), explicit_dtypes=("float32",),  # whose GEMMs are many times slower
         vocabulary_tile=128, float8=True, int4=True, block_size=32, block_multiple=16, padding_blocks=1,
-        cache_dtypes=tuple(QUANTIZED.values()), fixed_state=True, state_dtypes=("float32", "bfloat16"), compiles=True,
-        experts=True, sampling_bytes=8, measures_memory=True, collectives="nccl")
+        cache_dtypes=tuple(QUANTIZED.values()), offloads=True, fixed_state=True,
+        state_dtypes=("float32", "bfloat16"), compiles=True, experts=True, sampling_bytes=8, measures_memory=True,
+        collectives="nccl")
 
     def __init__(self, settings: DeviceSettings = DEFAULT_SETTINGS) -> None:
         self.kernels = triton.LABEL

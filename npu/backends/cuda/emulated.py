@@ -2,8 +2,9 @@
 
 It is as strict as a GPU, so that a mistake yields wrong data or an error:
 
-- Work on the current stream runs at once. A copy on another stream runs when an event recorded after it is waited for
-  or was queried more than `MAX_QUERIES` times. Before that its destination holds NaN or the smallest integer.
+- Work on the current stream runs at once, also its waits for events. A copy on another stream runs when an event
+  recorded after it is waited for or was queried more than `MAX_QUERIES` times. Before that its destination holds NaN or
+  the smallest integer.
 - A graph reruns its step for each replay. Its output is overwritten with NaN or the smallest integer once a graph of
   the same pool is replayed.
 - A graph must not copy a number from the device.
@@ -55,7 +56,10 @@ class Stream:
         self.taken += 1
 
     def wait_event(self, event: Event) -> None:
-        self.put(event.synchronize)
+        if self is _current:
+            event.synchronize()
+        else:
+            self.put(event.synchronize)
 
     def run(self, until: int) -> None:
         """Run items until `until` items are done."""

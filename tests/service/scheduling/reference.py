@@ -9,7 +9,17 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from npuserve.npu.step import PENDING, NewRequest, Row, SamplingParams, Step, StepResult, TokenLogprobs
+from npuserve.npu.step import (
+    PENDING,
+    BlockLoad,
+    LoadedBlocks,
+    NewRequest,
+    Row,
+    SamplingParams,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
 from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 from tests.support.fake_grammar import answer_matcher, first_allowed, next_mask
@@ -79,9 +89,48 @@ class FakeDevice:
         # Result of the last step until it is sampled, and the contexts of its constrained rows.
         self.unsampled: tuple[StepResult, dict[int, list[tuple[int, ...]]]] | None = None
 
+        self.host: dict[int, list[tuple[str, tuple[int, ...]] | None]] = {}  # contents of a block, by slot
+        self.corrupt: set[int] = set()  # slots of host memory whose checksums differ
+        self.load_polls = 2  # calls of `take_loaded` until a load ends
+        self.loads: list[tuple[BlockLoad, int]] = []  # in progress, with the calls that are left
+
     def launch(self, step: Step) -> StepResult:
         assert self.unsampled is None, "a launch before the step was sampled"
+        targets = {copy.block for load, _ in self.loads for copy in load.copies}
+        assert targets.isdisjoint(copy.block for copy in step.saves), "a block is saved while it is loaded"
+        read = {copy.slot for load, _ in self.loads for copy in load.copies}
+        assert read.isdisjoint(copy.slot for copy in step.saves), "a save overwrites what a load reads"
+        for copy in step.saves:
+            self.host[copy.slot] = [self.slots.get(slot) for slot in self._slots_of(copy.block)]
+            self.corrupt.discard(copy.slot)
+        for load in step.loads:
+            for copy in load.copies:
+                for slot in self._slots_of(copy.block):
+                    self.slots.pop(slot, None)
+            self.loads.append((load, self.load_polls))
+        targets = {copy.block for load, _ in self.loads for copy in load.copies}
+        assert all(targets.isdisjoint(row.block_ids) for row in step.rows), "a row has a block that is being loaded"
         return self.run(step, self.step_seconds)
+
+    def _slots_of(self, block: int) -> range:
+        return range(block * self.block_size, (block + 1) * self.block_size)
+
+    def take_loaded(self) -> list[LoadedBlocks]:
+        """Return the loads that end with this call."""
+        ended = []
+        self.loads = [(load, polls - 1) for load, polls in self.loads]
+        for load, polls in [entry for entry in self.loads if not entry[1]]:
+            self.loads.remove((load, polls))
+            num_intact = 0
+            for copy in load.copies:
+                if copy.slot in self.corrupt:
+                    break
+                num_intact += 1
+                for slot, content in zip(self._slots_of(copy.block), self.host[copy.slot], strict=True):
+                    assert content is not None
+                    self.slots[slot] = content
+            ended.append(LoadedBlocks(load.id, num_intact))
+        return ended
 
     def sample(self, handle: StepResult, masks: Mapping[int, Mask]) -> None:
         assert self.unsampled, "a step without constrained rows is sampled"

@@ -15,8 +15,9 @@ from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.checkpoints import DEFAULT_SPACING, Spacing
 from npuserve.service.scheduling.deadlines import DroppedRequest
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.sequence import Sequence, State
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.structured_output.manager import StructuredOutputManager
 from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
@@ -35,6 +36,7 @@ class SchedulerHarness:
     drafts: kind of the drafts; see oracle_drafts.py.
     num_slots, spacing: of StateSlots; 0 slots for a model without fixed state.
     message_end_ids: see Scheduler.
+    host_slots: of HostTier; 0 for none.
     """
 
     num_blocks: int = 64
@@ -52,6 +54,7 @@ class SchedulerHarness:
     num_slots: int = 0
     spacing: Spacing = DEFAULT_SPACING
     message_end_ids: frozenset[int] = frozenset()
+    host_slots: int = 0
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -64,7 +67,10 @@ class SchedulerHarness:
     calls: int = 0
 
     def __post_init__(self) -> None:
-        self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache)
+        self.salts: dict[int, str] = {}
+        self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
+        self.tier = HostTier(self.host_slots, self.device.take_loaded) if self.host_slots else None
+        self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache, evicted=self.tier)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
             max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,
@@ -73,9 +79,8 @@ class SchedulerHarness:
             drafting=drafting_of(
                 self.drafts, lambda sequence: answer_alone(sequence.request)[0], VOCABULARY,
                 state_block_size=4 * self.block_size if self.num_slots else 0),
+            tier=self.tier,
         )
-        self.salts: dict[int, str] = {}
-        self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
         self.pipeline = StepPipeline(
             self.scheduler, self.device, self.depth, lambda: self.now,
             StructuredOutputManager(vocabulary_size=VOCABULARY, mask_seconds=self.mask_seconds))
@@ -173,7 +178,8 @@ class SchedulerHarness:
                 assert all(victim.age_key > s.age_key for s in peers), "preempted by a younger one of its client"
                 assert all(not s.holds_blocks or not s.is_paused for s in held), "preempted before the paused requests"
         if self.depth == 1 and self.mask_seconds == math.inf:
-            assert step.rows or not active, "no request makes progress"
+            is_loading = any(s.state is State.LOADING for s in active)
+            assert step.rows or is_loading or not active, "no request makes progress"
             assert all(not s.holds_blocks or s in rows for s in decoding), "a decode row starves"
             first = min((s for s in active if s.holds_blocks), key=lambda s: s.age_key, default=None)
             is_behind = first is not None and first.is_prefilling and step.num_tokens == self.budget  # forced tokens
@@ -218,7 +224,7 @@ class SchedulerHarness:
 
     def finish(self) -> None:
         for _ in range(10_000):
-            if not self.live and not self.pipeline:
+            if not self.live and not self.pipeline and not self.scheduler.is_loading:
                 break
             self.tick()
         assert not self.live, "requests never end"

@@ -1,0 +1,57 @@
+"""Blocks in host memory on emulated CUDA, whose copies run when an event after them is waited for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npuserve.kernels import triton
+from npuserve.kernels.registry import GOLDEN
+from npuserve.npu.backends.base import BackendError
+from npuserve.npu.execution.runner import Runner
+from tests.kernels.triton import needs_triton
+from tests.npu.backends.cuda.test_backend import emulated, load  # noqa: F401
+from tests.npu.backends.offload import PROMPTS, check_bits, check_corruption, check_pressure
+from tests.npu.backends.small import saved
+
+pytestmark = needs_triton
+
+
+@pytest.fixture(autouse=True)
+def golden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute steps by golden functions: Triton's interpreter takes a second for each."""
+    monkeypatch.setattr(triton, "LABEL", GOLDEN)
+
+
+def loaded(folder: Path, memory: int = 1 << 20, **settings: Any) -> Runner:
+    saved(folder, layers=1)
+    return load(folder, max_num_batched_tokens=64, capture="off", kv_offload_memory=memory, **settings)
+
+
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_cuda_blocks_come_back_with_the_same_bits(tmp_path: Path, cache: str) -> None:
+    check_bits(lambda memory: loaded(tmp_path, memory, kv_cache_dtype=cache), 64)
+
+
+def test_cuda_answers_under_pressure_are_those_without_cache(tmp_path: Path) -> None:
+    check_pressure(loaded(tmp_path), 64)
+
+
+def test_cuda_corrupt_block_is_a_miss(tmp_path: Path) -> None:
+    check_corruption(loaded(tmp_path), 64)
+
+
+def test_cuda_host_memory_holds_whole_blocks(tmp_path: Path) -> None:
+    runner = loaded(tmp_path, 1 << 20)
+    host = runner.host_blocks
+    assert host is not None
+    assert host.block_bytes == runner.token_bytes * runner.block_size
+    assert PROMPTS * 3 <= host.num_slots == (1 << 20) // host.block_bytes
+
+
+def test_cpu_refuses_host_memory_beside_its_own(tmp_path: Path) -> None:
+    saved(tmp_path, layers=1)
+    with pytest.raises(BackendError, match="kv_offload_memory: the KV cache of cpu is in host memory already"):
+        load(tmp_path, "cpu", kv_offload_memory=1 << 20)

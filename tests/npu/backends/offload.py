@@ -1,0 +1,93 @@
+"""Checks of blocks in host memory on a device, whose streams run copies as late as they may."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.step import SamplingParams
+from npuserve.service.scheduling.scheduler import Scheduler
+from tests.support.loop import Answer, Ask, serve
+
+POOL = 5
+"""Blocks of the device's cache. A prompt has 3 full blocks."""
+PROMPTS = 7
+
+
+def prompt_of(runner: Runner, index: int) -> list[int]:
+    return random.Random(index).choices(range(100), k=3 * runner.block_size + 2)
+
+
+def rounds(runner: Runner, apart: int, **fields: Any) -> list[Ask]:
+    """Return requests with each prompt, twice: a working set of four times the cache. apart: ticks between two."""
+    sampling = SamplingParams(temperature=0.8, seed=5, logprobs=3)
+    return [Ask(apart * (index + PROMPTS * number), None, {
+        "prompt_ids": prompt_of(runner, index), "max_tokens": 3, "sampling": sampling, **fields})
+        for number in range(2) for index in range(PROMPTS)]
+
+
+def tokens_of(answers: list[Answer]) -> list[list[int]]:
+    return [answer.tokens for answer in answers]
+
+
+def one_by_one(runner: Runner, pool: int, budget: int) -> tuple[list[Answer], Scheduler]:
+    return serve(runner, rounds(runner, 60), 2, pool, 1, budget)
+
+
+def check_bits(load: Callable[[int], Runner], budget: int) -> None:
+    """Blocks that came back have the bits that a cache without evictions has: ids and log-probabilities are equal.
+
+    load: loads the model with as many bytes of host memory.
+    """
+    runner = load(1 << 20)
+    answers, scheduler = one_by_one(runner, POOL, budget)
+    roomy = load(0)
+    expected, without = one_by_one(roomy, 4 * PROMPTS, budget)
+    assert [(answer.tokens, answer.logprobs) for answer in answers] == [
+        (answer.tokens, answer.logprobs) for answer in expected]
+    assert scheduler.tier is not None
+    assert scheduler.tier.num_loaded >= 3 * (PROMPTS - 1)
+    assert scheduler.memory.prefix_hits == without.memory.prefix_hits == PROMPTS * 3 * runner.block_size
+    _, evicting = one_by_one(roomy, POOL, budget)
+    assert evicting.memory.prefix_hits < scheduler.memory.prefix_hits / 4
+
+
+def check_pressure(runner: Runner, budget: int) -> None:
+    """Requests that arrive together, samples of one call, cancels and preemptions: ids are those without the cache."""
+    asks = rounds(runner, 1)
+    asks += [Ask(12, None, {**asks[0].fields, "request_id": "call", "arrival": 50.0, "samples": 2, "index": index,
+                            "max_tokens": 12, "sampling": SamplingParams(seed=index)}) for index in range(2)]
+    cancelled = [Ask(9 + index, 2 + index, asks[index].fields) for index in range(4)]
+    answers, scheduler = serve(runner, asks + cancelled, 2, POOL + 2, 3, budget)
+    alone = [Ask(ask.tick, None, ask.fields | {"bypass_prefix_cache": True}) for ask in asks]
+    expected, _ = serve(runner, alone, 2, 4 * PROMPTS, 3, budget)
+    assert tokens_of(answers[: len(asks)]) == tokens_of(expected)
+    assert scheduler.tier is not None
+    assert scheduler.tier.num_loaded > 0
+
+
+def check_corruption(runner: Runner, budget: int) -> None:
+    """A flipped bit in host memory is a miss, and counted."""
+    host = runner.host_blocks
+    assert host is not None
+    asks = rounds(runner, 60)
+    answers, _ = serve(runner, asks, 2, POOL, 1, budget)
+    take_loaded = host.launch
+
+    def launch(saves: Any, loads: Any) -> None:
+        take_loaded(saves, [])
+        while host._saving or not all(future.done() for future in host._checksums.values()):
+            host.take_loaded()
+        for load in loads:
+            host._slots[load.copies[1].slot][7] ^= 4
+        take_loaded([], loads)
+
+    host.launch = launch  # type: ignore[method-assign]
+    found, scheduler = serve(runner, asks, 2, POOL, 1, budget)
+    del host.launch  # type: ignore[method-assign]
+    assert tokens_of(found) == tokens_of(answers)
+    assert scheduler.tier is not None
+    assert scheduler.tier.num_corrupt > 0
+    assert scheduler.tier.num_loaded > 0

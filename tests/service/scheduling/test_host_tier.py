@@ -1,0 +1,238 @@
+"""Blocks in host memory, by the scheduler with a fake device that checks the contents of every slot that a row reads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.npu.step import Step
+from npuserve.service.scheduling.block_manager import BlockTable, IntegrityError
+from npuserve.service.scheduling.host_tier import HostTier
+from npuserve.service.scheduling.sequence import Sequence, State
+from tests.service.scheduling.stepwise import SchedulerHarness
+
+
+def ids(seed: int, length: int = 12) -> list[int]:
+    return random.Random(seed).choices(range(7), k=length)
+
+
+def harness_of(host_slots: int = 32, **fields: object) -> SchedulerHarness:
+    """8 blocks of 2 tokens: a prompt of 12 tokens and its answer take 7."""
+    settings = {"num_blocks": 8, "block_size": 2, "max_num_seqs": 2, "depth": 2} | fields
+    return SchedulerHarness(host_slots=host_slots, **settings)  # type: ignore[arg-type]
+
+
+def answer(harness: SchedulerHarness, prompt: list[int], **fields: object) -> Sequence:
+    """Answer a request alone, and check the answer."""
+    sequence = harness.add(prompt, 2, **fields)
+    harness.finish()
+    harness.check_answer(sequence)
+    return sequence
+
+
+def tier_of(harness: SchedulerHarness) -> HostTier:
+    assert harness.tier is not None
+    return harness.tier
+
+
+def test_evicted_prefix_comes_back_from_host_memory() -> None:
+    harness = harness_of()
+    answer(harness, ids(1))
+    answer(harness, ids(2))
+    assert answer(harness, ids(1)).cached_tokens == 10
+    tier = tier_of(harness)
+    assert tier.num_loaded >= 4
+    assert (tier.queries, tier.hits) == (12 + 12 + 12 - 10 + 2 * tier.num_loaded, 2 * tier.num_loaded)
+    without = harness_of(host_slots=0)
+    answer(without, ids(1))
+    answer(without, ids(2))
+    assert answer(without, ids(1)).cached_tokens < 10
+
+
+def test_working_set_of_four_times_the_cache_is_found() -> None:
+    harness = harness_of(host_slots=64)
+    prompts = [ids(seed) for seed in range(6)]
+    for prompt in prompts:
+        answer(harness, prompt)
+    assert [answer(harness, prompt).cached_tokens for prompt in prompts] == [10] * 6
+
+
+def test_block_that_comes_back_is_saved_once() -> None:
+    harness = harness_of()
+    for _ in range(3):
+        for seed in (1, 2):
+            answer(harness, ids(seed))
+    tier = tier_of(harness)
+    assert tier.num_used == tier.num_saved <= 14
+
+
+def test_loading_request_waits_while_others_run() -> None:
+    harness = harness_of(num_blocks=12)
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    harness.device.load_polls = 5
+    running = harness.add(ids(3, 3), 8)
+    harness.tick()
+    loading = harness.add(ids(1), 2)
+    rows = 0
+    while loading.state is not State.RUNNING:
+        step = harness.tick()
+        assert loading.state in (State.WAITING, State.LOADING, State.RUNNING)
+        rows += loading.state is State.LOADING and any(row.request_id == running.id for row in step.rows)
+    assert rows >= 3
+    harness.finish()
+    for sequence in (running, loading):
+        harness.check_answer(sequence)
+
+
+def test_load_begins_without_rows() -> None:
+    """The pipeline launches a step of loads alone, which no result belongs to."""
+    harness = harness_of()
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    launched: list[Step] = []
+    launch = harness.device.launch
+    harness.device.launch = lambda step: launched.append(step) or launch(step)  # type: ignore[func-returns-value,method-assign]
+    harness.add(ids(1), 2)
+    assert not harness.tick().rows
+    assert [bool(step.loads) for step in launched] == [True]
+    assert len(harness.pipeline) == 0
+    harness.finish()
+
+
+@pytest.mark.parametrize("end", ["cancel", "pause"])
+def test_end_during_load_keeps_its_blocks_until_it_has_ended(end: str) -> None:
+    harness = harness_of()
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    sequence = harness.add(ids(1), 2)
+    harness.tick()
+    assert sequence.state is State.LOADING
+    getattr(harness, end)(sequence)
+    used = harness.blocks.counts.used
+    assert used >= 4
+    while harness.scheduler.is_loading:
+        assert harness.blocks.counts.used == used
+        harness.scheduler.schedule(harness.now)
+    assert harness.blocks.counts.used == 0
+    if end == "pause":
+        harness.unpause(sequence)
+        harness.finish()
+        harness.check_answer(sequence)
+        assert sequence.cached_tokens == 10
+
+
+def test_corrupt_block_is_a_miss_and_counted() -> None:
+    harness = harness_of()
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    tier = tier_of(harness)
+    third = harness.blocks.digests(BlockTable(), ids(1), 3)[2]
+    harness.device.corrupt = {tier._slots[third]}
+    sequence = answer(harness, ids(1))
+    assert sequence.cached_tokens == 4
+    assert tier.num_corrupt == 1
+    assert tier.num_loaded == 1
+    answer(harness, ids(2))
+    assert answer(harness, ids(1)).cached_tokens == 10  # computed and saved again
+    assert tier.num_corrupt == 1
+
+
+def test_full_tier_forgets_the_least_recently_used_blocks() -> None:
+    harness = harness_of(host_slots=12)
+    for seed in (1, 2, 1, 3, 4):
+        answer(harness, ids(seed))
+    assert tier_of(harness).num_used == 12
+    assert answer(harness, ids(2)).cached_tokens < 10
+    harness = harness_of(host_slots=12)
+    for seed in (2, 3, 4):
+        answer(harness, ids(seed))
+    assert answer(harness, ids(3)).cached_tokens == 10
+
+
+def test_salt_and_flush_reach_host_memory() -> None:
+    harness = harness_of()
+    answer(harness, ids(1), cache_salt="a")
+    answer(harness, ids(2))
+    assert answer(harness, ids(1), cache_salt="b").cached_tokens == 0
+    answer(harness, ids(2))
+    assert answer(harness, ids(1), cache_salt="a").cached_tokens == 10
+    harness.scheduler.memory.flush_prefix_cache()
+    assert tier_of(harness).num_used == 0
+    assert answer(harness, ids(1), cache_salt="a").cached_tokens == 0
+
+
+def test_flush_during_load_returns_nothing_to_the_cache() -> None:
+    """The device's own block, which the load uses, stays as that of a running request would."""
+    harness = harness_of()
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    sequence = harness.add(ids(1), 2)
+    harness.tick()
+    assert sequence.state is State.LOADING
+    harness.scheduler.memory.flush_prefix_cache()
+    harness.scheduler.check_integrity()
+    harness.finish()
+    harness.check_answer(sequence)
+    assert sequence.cached_tokens == 2
+
+
+def test_bypassed_request_loads_nothing() -> None:
+    harness = harness_of()
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    assert answer(harness, ids(1), bypass_prefix_cache=True).cached_tokens == 0
+    assert tier_of(harness).num_loaded == 0
+
+
+def test_audit_finds_a_slot_with_two_holders() -> None:
+    harness = harness_of()
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    tier = tier_of(harness)
+    tier._free.append(next(iter(tier._slots.values())))
+    with pytest.raises(IntegrityError, match="of host memory"):
+        harness.scheduler.check_integrity()
+
+
+@given(st.data())
+def test_answers_are_those_alone_under_pressure(data: st.DataObject) -> None:
+    """Shared beginnings, salts, samples, cancels, pauses, flushes and corrupt blocks, with few blocks and slots."""
+    harness = harness_of(
+        host_slots=data.draw(st.integers(1, 40)), num_blocks=data.draw(st.integers(7, 14)),
+        max_num_seqs=data.draw(st.integers(1, 4)), budget=data.draw(st.integers(4, 16)),
+        depth=data.draw(st.integers(1, 2)))
+    harness.device.load_polls = data.draw(st.integers(1, 6))
+    all_sequences: list[Sequence] = []
+    for _ in range(data.draw(st.integers(5, 30))):
+        match data.draw(st.sampled_from(["add", "add", "add", "samples", "tick", "cancel", "pause", "flush", "corrupt"])):
+            case "add":
+                prompt = ids(data.draw(st.integers(0, 3)), data.draw(st.integers(1, 10)))
+                all_sequences.append(harness.add(
+                    prompt, data.draw(st.integers(1, 3)), cache_salt=data.draw(st.sampled_from(["", "", "a"])),
+                    client=data.draw(st.sampled_from(["x", "y"])),
+                    bypass_prefix_cache=data.draw(st.sampled_from([False, False, True]))))
+            case "samples":
+                all_sequences += harness.add_samples(
+                    ids(data.draw(st.integers(0, 3)), 9), 2, bypass_prefix_cache=data.draw(st.booleans()))
+            case "cancel" if all_sequences:
+                harness.cancel(data.draw(st.sampled_from(all_sequences)))
+            case "pause" if harness.live:
+                sequence = data.draw(st.sampled_from(list(harness.live.values())))
+                (harness.unpause if sequence.is_paused else harness.pause)(sequence)
+            case "flush":
+                harness.scheduler.memory.flush_prefix_cache()
+            case "corrupt":
+                harness.device.corrupt.add(data.draw(st.integers(0, 40)))
+        for _ in range(data.draw(st.integers(0, 4))):
+            harness.tick()
+    for sequence in list(harness.live.values()):
+        if sequence.is_paused:
+            harness.unpause(sequence)
+    harness.finish()
+    for sequence in all_sequences:
+        if sequence.id in harness.reasons:
+            harness.check_answer(sequence)
