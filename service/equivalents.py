@@ -62,6 +62,7 @@ VLLM: dict[tuple[str, ...], str] = {
     ("--pipeline-parallel-size", "--enable-sleep-mode", "--cpu-offload-gb", "--swap-space",
      "--kv-transfer-config"): "none: not supported",
     ("--enable-expert-parallel",): "{expert_parallel}",
+    ("--kv-offloading-size",): "{kv_offload_memory}: with a unit, as 64GiB",
 }
 OTHERS: dict[tuple[str, ...], str] = {
     ("--model-id", "--model-path", "--hf-repo", "-m", "-hf"): MODEL,
@@ -74,6 +75,8 @@ OTHERS: dict[tuple[str, ...], str] = {
     ("--mem-fraction-static", "--cuda-memory-fraction"): "{kv_cache_memory}: the size of the cache alone",
     ("--tp", "--tp-size", "--num-shard"): "{tensor_parallel_size}",
     ("--dp", "--dp-size"): REPLICAS,
+    ("--enable-hierarchical-cache", "--hicache-size", "--hicache-ratio"): (
+        "{kv_offload_memory}: a size with a unit, as 64GiB"),
     ("--disable-radix-cache",): "--no-prefix-cache",
     ("--disable-cuda-graph",): "{capture} off",
     ("--quantize",): QUANTIZATION,

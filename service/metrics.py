@@ -90,6 +90,15 @@ prefix_cache_queries_total = _counter("prefix_cache_queries_total", "Prompt toke
 prefix_cache_hits_total = _counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache")
 prefix_cache_misses_total = _counter(
     "prefix_cache_misses_total", "Requests that the prefix cache held nothing of, by reason", "reason")
+kv_offload_queries_total = _counter(
+    "kv_offload_queries_total", "Prompt tokens that the KV cache did not hold, looked up in host memory")
+kv_offload_hits_total = _counter("kv_offload_hits_total", "Prompt tokens that came back from host memory")
+kv_offload_bytes_total = _counter(
+    "kv_offload_bytes_total", "Bytes of KV-cache blocks saved to host memory and loaded from it", "direction")
+kv_offload_corrupt_blocks_total = _counter(
+    "kv_offload_corrupt_blocks_total", "Blocks in host memory whose checksum differed, computed again")
+kv_offload_memory_bytes = _gauge(
+    "kv_offload_memory_bytes", "Host memory for evicted KV-cache blocks: used and free", "state")
 tokens_in_vain_total = _counter(
     "tokens_in_vain_total", "Tokens computed for requests whose deadline passed before the first token")
 preemptions_total = _counter("preemptions_total", "Requests preempted, to be recomputed")

@@ -153,7 +153,7 @@ class HostBlocks:
         return self._copies.load(targets, sources)
 
     def _checksum(self, slot: int) -> int:
-        return zlib.crc32(memoryview(self._slots[slot].numpy()))
+        return zlib.crc32(self._slots[slot].numpy().data)
 
     def _is_intact(self, slot: int, saved: Future[int]) -> bool:
         """Return whether a slot has the checksum of its save, which was submitted to these threads before."""

@@ -187,7 +187,7 @@ class KvEventStream:
         self._log.start()
         count, parts = self._log.snapshot(self._max_blocks)
         start = self._latest + 1
-        blocks = len(self._log.blocks)
+        blocks = self._log.num_blocks
         self._snapshot = (
             KeptBatch(start + index, _encode(events), SnapshotPart(index, count, blocks))
             for index, events in enumerate(parts))

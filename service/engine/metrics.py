@@ -19,6 +19,7 @@ from npuserve.service.errors import (
 from npuserve.service.ipc.messages import Load
 from npuserve.service.scheduling.block_manager import BlockCounts
 from npuserve.service.scheduling.drafting import REASONS
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence_memory import MISS_REASONS
 from npuserve.service.speculation.request_drafter import KINDS
@@ -44,7 +45,17 @@ DRAFTS = {kind: metrics.draft_tokens_total.labels(kind) for kind in KINDS}
 ACCEPTED_DRAFTS = {kind: metrics.accepted_draft_tokens_total.labels(kind) for kind in KINDS}
 UNDRAFTED = {reason: metrics.undrafted_tokens_total.labels(reason) for reason in REASONS}
 MISSES = {reason: metrics.prefix_cache_misses_total.labels(reason) for reason in MISS_REASONS}
+OFFLOADED = [metrics.kv_offload_bytes_total.labels(direction) for direction in ("save", "load")]
+OFFLOAD_MEMORY = [metrics.kv_offload_memory_bytes.labels(state) for state in ("used", "free")]
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
+
+
+def _offload_counts(tier: HostTier | None) -> tuple[int, int, int, int, int]:
+    """Return tokens looked up and found, bytes saved and loaded, and corrupt blocks, since the start."""
+    if tier is None:
+        return 0, 0, 0, 0, 0
+    return (tier.queries, tier.hits, tier.num_saved * tier.block_bytes, tier.num_loaded * tier.block_bytes,
+            tier.num_corrupt)
 
 
 class EngineMetrics:
@@ -53,7 +64,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler, history: RequestHistory | None = None):
         self._scheduler = scheduler
         self._history = history or RequestHistory()
-        self._reported: tuple[float, ...] = (0,) * (6 + 2 * len(KINDS))
+        self._reported: tuple[float, ...] = (0,) * (11 + 2 * len(KINDS))
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._tokens = 0  # tokens since the last update of the load
@@ -155,11 +166,14 @@ class EngineMetrics:
         memory = scheduler.memory
         counts = (
             scheduler.preemptions, memory.prefix_queries, memory.prefix_hits, scheduler.deadlines.tokens_in_vain,
-            scheduler.forced_tokens, drafting.seconds, *(drafting.drafted_by_kind[kind] for kind in KINDS),
+            scheduler.forced_tokens, drafting.seconds, *_offload_counts(scheduler.tier),
+            *(drafting.drafted_by_kind[kind] for kind in KINDS),
             *(drafting.accepted_by_kind[kind] for kind in KINDS))
         counters = (
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
             metrics.tokens_in_vain_total, metrics.forced_tokens_total, metrics.drafting_seconds_total,
+            metrics.kv_offload_queries_total, metrics.kv_offload_hits_total, *OFFLOADED,
+            metrics.kv_offload_corrupt_blocks_total,
             *DRAFTS.values(), *ACCEPTED_DRAFTS.values())
         for (kind, length), rows in drafting.take_lengths().items():
             for _ in range(rows):
@@ -175,6 +189,10 @@ class EngineMetrics:
             free = slots.num_slots - used - checkpoints
         for gauge, number in zip(SLOTS, (used, checkpoints, free), strict=True):
             gauge.set(number)
+        if (tier := scheduler.tier) is not None:
+            used = tier.num_used * tier.block_bytes
+            for gauge, number in zip(OFFLOAD_MEMORY, (used, tier.num_slots * tier.block_bytes - used), strict=True):
+                gauge.set(number)
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts

@@ -179,7 +179,8 @@ def build_engine(
     config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
     host_blocks = runner.host_blocks
-    tier = HostTier(host_blocks.num_slots, host_blocks.take_loaded, kv_log) if host_blocks else None
+    tier = HostTier(
+        host_blocks.num_slots, host_blocks.block_bytes, host_blocks.take_loaded, kv_log) if host_blocks else None
     blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log, tier)
     slots = StateSlots.of(runner.num_slots, blocks)
     message_end_ids = read_eos_ids(Path(args.folder)) if slots else frozenset[int]()

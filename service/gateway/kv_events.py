@@ -113,8 +113,8 @@ def _add_event(message: common_pb2.KvCacheEvent, event: kv_events.Event) -> None
         case BlockStored():
             stored = message.stored
             size = event.block_size
-            stored.tier = common_pb2.KV_CACHE_TIER_DEVICE
-            stored.medium = kv_events.MEDIUM
+            stored.tier = _tier(event.medium)
+            stored.medium = event.medium or ""
             stored.locality = common_pb2.KV_CACHE_LOCALITY_LOCAL
             if event.parent_block_hash is not None:
                 stored.parent_block_hash = _signed(event.parent_block_hash)
@@ -123,11 +123,16 @@ def _add_event(message: common_pb2.KvCacheEvent, event: kv_events.Event) -> None
                                   token_ids=event.token_ids[index * size : (index + 1) * size])
         case BlockRemoved():
             message.removed.block_hashes.extend(map(_signed, event.block_hashes))
-            message.removed.tier = common_pb2.KV_CACHE_TIER_DEVICE
-            message.removed.medium = kv_events.MEDIUM
+            message.removed.tier = _tier(event.medium)
+            message.removed.medium = event.medium or ""
             message.removed.locality = common_pb2.KV_CACHE_LOCALITY_LOCAL
         case AllBlocksCleared():
             message.cleared.SetInParent()
+
+
+def _tier(medium: str | None) -> common_pb2.KvCacheTier:
+    is_on_host = medium == kv_events.HOST_MEDIUM
+    return common_pb2.KV_CACHE_TIER_HOST if is_on_host else common_pb2.KV_CACHE_TIER_DEVICE
 
 
 def _signed(block_hash: int) -> int:

@@ -20,6 +20,8 @@ WINDOW_BYTES = 1 << 20
 """Bytes of payload that the engine sends to a subscriber ahead of its ReadKvEvents; a batch may exceed it."""
 MEDIUM = "GPU"
 """Where vLLM says that a block is: in the memory of the device that computes. Consumers weigh other media less."""
+HOST_MEDIUM = "CPU"
+"""Where vLLM says that an evicted block is: in host memory."""
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -9,7 +9,8 @@ The life of a request (states: sequence.py):
    above 1 first waits until another sample has computed the prompt, unless it is the first (sample_groups.py).
 2. `schedule` admits it when it is the next in the queue, fewer than max_num_seqs requests run, and blocks for all its
    known tokens are free. If slots or blocks are lacking, running requests of clients that have more of them, or were
-   served more, yield to it (preemption.py). A prefix in the cache is shared and counts as computed. `Step.new`
+   served more, yield to it (preemption.py). A prefix in the cache is shared and counts as computed. If it continues in
+   host memory, the request first waits for its blocks, and others are admitted meanwhile (host_tier.py). `Step.new`
    announces the request to the runner.
 3. Each `schedule` gives it a row with its uncomputed tokens, as many as the token budget allows. There are no phases:
    one uncomputed token is a decode row, several are a prefill chunk. The row with the last known token samples the

@@ -56,6 +56,7 @@ class _Load:
 class HostTier:
     """Owner of `num_slots` slots of host memory, one for a block each.
 
+    block_bytes: bytes of a block.
     take_loaded: returns the loads that have ended since the last call.
     events: receiver of the changes; None for none.
 
@@ -66,9 +67,11 @@ class HostTier:
     """
 
     def __init__(
-        self, num_slots: int, take_loaded: Callable[[], Iterable[LoadedBlocks]], events: HostEvents | None = None
+        self, num_slots: int, block_bytes: int, take_loaded: Callable[[], Iterable[LoadedBlocks]],
+        events: HostEvents | None = None,
     ) -> None:
         self.num_slots = num_slots
+        self.block_bytes = block_bytes
         self.num_saved = 0
         self.num_loaded = 0
         self.num_corrupt = 0

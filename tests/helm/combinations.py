@@ -34,6 +34,7 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "hang_seconds": 90, "load_seconds": 900,
         "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
         "kv_cache_dtype": "int8", "state_dtype": "float32", "kv_cache_memory": 17179869184, "prefix_cache": False,
+        "kv_offload_memory": 0,
         "threads": 3, "cpu_gemm": "fma", "cpu_weights": "plain",
         "tensor_parallel_size": 1, "kernel_sampling": 64, "profile_dir": "/var/traces",
         "log_format": "json", "log_level": "debug", "log_prompts": True, "debuggable": True,

@@ -258,6 +258,8 @@ def test_load_equal_ports_of_two_addresses() -> None:
 
 
 @pytest.mark.parametrize(("flags", "error"), [
+    ("--kv-offload-memory 1GiB --no-prefix-cache",
+     "kv_offload_memory: there are no prefixes to keep without prefix_cache"),
     ("--kv-events grpc --no-prefix-cache", "kv_events: there are none without prefix_cache"),
     ("--kv-events zmq --kv-events-endpoint 5557", "kv_events_endpoint: '5557' must be like tcp://"),
     ("--kv-events zmq --kv-events-endpoint tcp://*:65536", r"kv_events_endpoint: the port must be in \[0, 65535\]"),

@@ -394,6 +394,9 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- if and (ne $kvEvents "off") (hasKey $config "prefix_cache") (not $config.prefix_cache) }}
 {{- include "npuserve.refuse" "config.kv_events: there are none without config.prefix_cache; set that to true, or this to \"off\"" }}
 {{- end }}
+{{- if and $config.kv_offload_memory (hasKey $config "prefix_cache") (not $config.prefix_cache) }}
+{{- include "npuserve.refuse" "config.kv_offload_memory: there are no prefixes to keep without config.prefix_cache; set that to true, or remove this" }}
+{{- end }}
 {{- if and $config.kv_events_replay_endpoint (ne $kvEvents "zmq") }}
 {{- include "npuserve.refuse" "config.kv_events_replay_endpoint: replays need config.kv_events zmq; set that, or remove this" }}
 {{- end }}

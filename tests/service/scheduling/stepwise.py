@@ -69,7 +69,7 @@ class SchedulerHarness:
     def __post_init__(self) -> None:
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
-        self.tier = HostTier(self.host_slots, self.device.take_loaded) if self.host_slots else None
+        self.tier = HostTier(self.host_slots, 8, self.device.take_loaded) if self.host_slots else None
         self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache, evicted=self.tier)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,

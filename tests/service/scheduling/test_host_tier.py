@@ -1,4 +1,4 @@
-"""Blocks in host memory, by the scheduler with a fake device that checks the contents of every slot that a row reads."""
+"""Blocks in host memory: a scheduler with a fake device, which checks the contents of every slot that a row reads."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_answers_are_those_alone_under_pressure(data: st.DataObject) -> None:
     harness.device.load_polls = data.draw(st.integers(1, 6))
     all_sequences: list[Sequence] = []
     for _ in range(data.draw(st.integers(5, 30))):
-        match data.draw(st.sampled_from(["add", "add", "add", "samples", "tick", "cancel", "pause", "flush", "corrupt"])):
+        match data.draw(st.sampled_from(["add", "add", "add", "samples", "cancel", "pause", "flush", "corrupt"])):
             case "add":
                 prompt = ids(data.draw(st.integers(0, 3)), data.draw(st.integers(1, 10)))
                 all_sequences.append(harness.add(

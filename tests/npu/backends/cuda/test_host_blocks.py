@@ -11,10 +11,13 @@ from npuserve.kernels import triton
 from npuserve.kernels.registry import GOLDEN
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.execution.runner import Runner
+from npuserve.npu.model.config import ModelError
 from tests.kernels.triton import needs_triton
 from tests.npu.backends.cuda.test_backend import emulated, load  # noqa: F401
 from tests.npu.backends.offload import PROMPTS, check_bits, check_corruption, check_pressure
 from tests.npu.backends.small import saved
+from tests.support.hybrids import random_hybrid
+from tests.support.models import saved as saved_model
 
 pytestmark = needs_triton
 
@@ -55,3 +58,16 @@ def test_cpu_refuses_host_memory_beside_its_own(tmp_path: Path) -> None:
     saved(tmp_path, layers=1)
     with pytest.raises(BackendError, match="kv_offload_memory: the KV cache of cpu is in host memory already"):
         load(tmp_path, "cpu", kv_offload_memory=1 << 20)
+
+
+def test_cuda_refuses_host_memory_for_states(tmp_path: Path) -> None:
+    folder = saved_model(random_hybrid(0), tmp_path)
+    with pytest.raises(BackendError, match="kv_offload_memory: is not possible for models with linear attention"):
+        load(folder, kv_offload_memory=1 << 20)
+
+
+@pytest.mark.parametrize(("memory", "said"), [
+    (1000, "holds no block of"), (1 << 45, "33,554,432.0 MiB is more than the host's free memory")])
+def test_cuda_host_memory_that_does_not_fit_is_an_error(tmp_path: Path, memory: int, said: str) -> None:
+    with pytest.raises(ModelError, match=f"kv_offload_memory: .*{said}"):
+        loaded(tmp_path, memory)
