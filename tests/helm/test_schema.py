@@ -90,7 +90,8 @@ def test_chart_refuses_settings_that_the_server_refuses(name: str, config: Objec
 @needs_helm
 @pytest.mark.parametrize("config", [
     {"min_priority": -100, "max_priority": 0}, {"max_model_len": 2}, {"emulate": True, "emulate_relax": "fp32"},
-    {"kv_offload_memory": 1 << 30}, {"kv_events": "off", "prefix_cache": False}, {"kv_events": "grpc", "prefix_cache": True},
+    {"kv_offload_memory": 1 << 30}, {"kv_events": "off", "prefix_cache": False},
+    {"kv_events": "grpc", "prefix_cache": True},
     {"kv_events": "grpc", "kv_events_endpoint": "tcp://*:65535"}, {"kv_events_endpoint": "ipc:///run/kv:70000"},
     {"otlp_endpoint": "https://[::1]:65535/"},
 ])

@@ -165,7 +165,7 @@ class ServedRunner(FakeRunner):
     dtype_name = cache_dtype = "float32"
     backend_name = "cpu"
     deterministic = True
-    shared_weights = cpu_kernels = None
+    shared_weights = cpu_kernels = host_blocks = None
     min_forced = 0
     num_slots = 0
     max_drafts = 64

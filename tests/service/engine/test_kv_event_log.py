@@ -12,7 +12,8 @@ from npuserve.service.engine.kv_event_log import KvEventLog, to_hash
 from npuserve.service.ipc.kv_events import Event, encode_batch
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import Spacing
-from tests.service.scheduling.reference import VOCABULARY
+from npuserve.service.scheduling.host_tier import HostTier
+from tests.service.scheduling.reference import VOCABULARY, FakeDevice
 from tests.service.scheduling.stepwise import SchedulerHarness
 from tests.service.scheduling.test_block_manager import hold
 from tests.support.kv_model import CacheModel
@@ -163,6 +164,42 @@ def test_log_of_a_model_with_fixed_state_is_the_cache_while_checkpoints_are_evic
     assert harness.scheduler.slots.num_checkpoints == 0
     model.apply(encode_batch((1e10, log.take(5), 0)))
     assert not model.blocks
+
+
+def test_log_says_which_medium_has_a_block() -> None:
+    log = KvEventLog(2)
+    device = FakeDevice(2, 2, {})
+    tier = HostTier(1, 8, device.take_loaded, log)
+    blocks = BlockManager(2, 2, events=log, evicted=tier)
+    log.start()
+    for tokens in ([1, 2], [3, 4], [5, 6]):
+        blocks.free(hold(blocks, tokens))
+    first, second, third = [to_hash(blocks.digests(BlockTable(), tokens, 1)[0]) for tokens in ([1, 2], [3, 4], [5, 6])]
+    assert events(log) == [
+        ["BlockStored", [first], None, [1, 2], 2, None, "GPU", None],
+        ["BlockStored", [second], None, [3, 4], 2, None, "GPU", None],
+        ["BlockStored", [first], None, [1, 2], 2, None, "CPU", None],
+        ["BlockRemoved", [first], "GPU"],
+        ["BlockStored", [third], None, [5, 6], 2, None, "GPU", None]]
+    count, parts = log.snapshot(2)
+    assert (count, log.num_blocks) == (2, 3)
+    assert [decoded(part) for part in parts][1] == [["BlockStored", [first], None, [1, 2], 2, None, "CPU", None]]
+    blocks.free(hold(blocks, [7, 8]))  # host memory has one slot
+    assert events(log)[:2] == [
+        ["BlockRemoved", [first], "CPU"], ["BlockStored", [second], None, [3, 4], 2, None, "CPU", None]]
+    blocks.flush_prefix_cache()
+    assert events(log) == [["AllBlocksCleared"]]
+    assert log.num_blocks == 0
+
+
+def test_log_holds_no_salted_block_of_host_memory() -> None:
+    log = KvEventLog(2)
+    blocks = BlockManager(1, 2, events=log, evicted=HostTier(4, 8, list, log))
+    log.start()
+    blocks.free(hold(blocks, [1, 2], salt="a"))
+    blocks.free(hold(blocks, [3, 4], salt="a"))
+    assert not log.has_changes
+    assert log.num_blocks == 0
 
 
 def longest_prefix(model: CacheModel, tokens: list[int]) -> tuple[int, ...]:
