@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuserve.npu.step import Step
-from npuserve.service.scheduling.block_manager import BlockTable, IntegrityError
+from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks, Step
+from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.sequence import Sequence, State
 from tests.service.scheduling.stepwise import SchedulerHarness
@@ -151,6 +151,23 @@ def test_full_tier_forgets_the_least_recently_used_blocks() -> None:
     for seed in (2, 3, 4):
         answer(harness, ids(seed))
     assert answer(harness, ids(3)).cached_tokens == 10
+
+
+def test_save_overwrites_no_slot_that_a_load_reads() -> None:
+    ended: list[LoadedBlocks] = []
+    tier = HostTier(1, 8, lambda: ended)
+    blocks = BlockManager(1, 2, evicted=tier)
+    first = blocks.digests(BlockTable(), [1, 2], 1)
+    tier.save(first[0], 0)
+    assert tier.load(7, blocks, BlockTable(), [1, 2], [], first, 0)
+    tier.save(b"other", 0)
+    assert tier.find([b"other"]) == []
+    assert tier.take_copies() == ([BlockCopy(0, 0)], [BlockLoad(0, [BlockCopy(0, 0)])])
+    ended.append(LoadedBlocks(0, 1))
+    assert tier.finish(blocks) == {7: 2}
+    assert blocks.find_prefix(BlockTable(), [1, 2, 3]) == [0]
+    tier.save(b"other", 0)
+    assert tier.find([b"other"]) == [b"other"]
 
 
 def test_salt_and_flush_reach_host_memory() -> None:
