@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.step import SamplingParams
+from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks, NewRequest, Row, SamplingParams, Step
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.support.loop import Answer, Ask, serve
 
@@ -91,3 +94,34 @@ def check_corruption(runner: Runner, budget: int) -> None:
     assert scheduler.tier is not None
     assert scheduler.tier.num_corrupt > 0
     assert scheduler.tier.num_loaded > 0
+
+
+def check_load_after_step_in_flight(runner: Runner) -> None:
+    """A load writes a block after the step in flight, which still writes it for a request that has ended."""
+    host = runner.host_blocks
+    assert host is not None
+    prompts = [random.Random(seed).choices(range(100), k=runner.block_size) for seed in range(2)]
+    sampling = SamplingParams(temperature=0.0)
+
+    def step(request: int, block: int, **fields: Any) -> Step:
+        row = Row(request, prompts[request], 0, [block], 1, state_slot=-1)
+        return Step([row], [NewRequest(request, prompts[request], [], sampling)], **fields)
+
+    runner.collect(runner.launch(step(0, 0)))
+    runner.launch(Step([], saves=[BlockCopy(0, 0)], loads=[BlockLoad(0, [BlockCopy(1, 0)])]))
+    while not host.take_loaded():  # the checksum is known then
+        time.sleep(0.001)
+    in_flight = runner.launch(step(1, 2))
+    runner.launch(Step([], loads=[BlockLoad(1, [BlockCopy(2, 0)])]))
+    loaded: list[LoadedBlocks] = []
+    while not loaded:
+        loaded = host.take_loaded()
+        time.sleep(0.001)
+    assert loaded == [LoadedBlocks(1, 1)]
+    runner.collect(in_flight)
+    runner.backend.synchronize()
+    for tensor in runner._store.paged_tensors:
+        saved = tensor[0].cpu()
+        assert saved.any()
+        assert torch.equal(tensor[1].cpu(), saved)
+        assert torch.equal(tensor[2].cpu(), saved)

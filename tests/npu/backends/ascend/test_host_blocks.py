@@ -9,7 +9,12 @@ import pytest
 
 from npuserve.npu.execution.runner import Runner
 from tests.npu.backends.ascend.test_backend import RELAX, load
-from tests.npu.backends.offload import check_bits, check_corruption, check_pressure
+from tests.npu.backends.offload import (
+    check_bits,
+    check_corruption,
+    check_load_after_step_in_flight,
+    check_pressure,
+)
 from tests.npu.backends.small import saved
 from tests.npu.emulator.child import emulated, needs_npu, run
 
@@ -42,6 +47,11 @@ def test_ascend_blocks_come_back_with_the_same_bits(tmp_path: Path, cache: str, 
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
 def test_ascend_answers_under_pressure_are_those_without_cache(tmp_path: Path, order: str, seed: int) -> None:
     run(pressure, {"folder": tmp_path}, {"relax": RELAX, "order": order, "seed": seed, "poison": True})
+
+
+@emulated(relax=RELAX)
+def test_ascend_load_waits_for_the_step_in_flight(tmp_path: Path) -> None:
+    check_load_after_step_in_flight(loaded(tmp_path))
 
 
 @emulated(relax=RELAX)

@@ -14,7 +14,13 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
 from tests.kernels.triton import needs_triton
 from tests.npu.backends.cuda.test_backend import emulated, load  # noqa: F401
-from tests.npu.backends.offload import PROMPTS, check_bits, check_corruption, check_pressure
+from tests.npu.backends.offload import (
+    PROMPTS,
+    check_bits,
+    check_corruption,
+    check_load_after_step_in_flight,
+    check_pressure,
+)
 from tests.npu.backends.small import saved
 from tests.support.hybrids import random_hybrid
 from tests.support.models import saved as saved_model
@@ -40,6 +46,10 @@ def test_cuda_blocks_come_back_with_the_same_bits(tmp_path: Path, cache: str) ->
 
 def test_cuda_answers_under_pressure_are_those_without_cache(tmp_path: Path) -> None:
     check_pressure(loaded(tmp_path), 64)
+
+
+def test_cuda_load_is_complete_when_it_is_reported(tmp_path: Path) -> None:
+    check_load_after_step_in_flight(loaded(tmp_path))
 
 
 def test_cuda_corrupt_block_is_a_miss(tmp_path: Path) -> None:
