@@ -326,6 +326,24 @@ def native_text(isa: str | None, isas: list[str], missing: Sequence[str] = (), *
     return describe(CpuKernels(isa, **chosen), isas) + ([missing_text(missing)] if missing else [])
 
 
+def host_text(prefill: dict[str, Any] | None, offload: dict[str, int] | None) -> list[str]:
+    """Return lines about host memory beside a device. prefill, offload: bytes for prompts and for evicted blocks."""
+    from npuserve.npu.execution.memory_plan import mib
+
+    lines: list[str] = []
+    if prefill:
+        lines.append(f"prompts are computed on {prefill['backend']}, whose memory holds")
+        lines += [f"{part.replace('_', ' '):12} {mib(prefill[part]):>12}"
+                  for part in ("weights", "kv_cache", "activations", "staging")]
+        lines.append(f"{'fits' if prefill['fits'] else 'does NOT fit'}: needs {mib(prefill['needed'])}, "
+                     f"{mib(prefill['available'])} available")
+    if offload:
+        verdict = "fits" if offload["bytes"] <= offload["available"] else "does NOT fit"
+        lines.append(f"evicted blocks: {verdict}: {mib(offload['bytes'])} of host memory, "
+                     f"{mib(offload['available'])} available")
+    return lines
+
+
 def text(report: dict[str, Any]) -> str:
     """Return the report for people."""
     from npuserve.kernels.registry import GOLDEN
@@ -377,16 +395,7 @@ def text(report: dict[str, Any]) -> str:
     verdict = "fits" if needed <= plan["available_bytes"] else "does NOT fit"
     free = mib(plan["available_bytes"])
     lines.append(f"{'':11} {verdict}: needs {mib(needed)} beyond the process, {free} available")
-    if prefill := plan["host"]:
-        lines.append(f"{'':11} prompts are computed on {prefill['backend']}, whose memory holds")
-        lines += [f"{'':11} {part.replace('_', ' '):12} {mib(prefill[part]):>12}"
-                  for part in ("weights", "kv_cache", "activations", "staging")]
-        lines.append(f"{'':11} {'fits' if prefill['fits'] else 'does NOT fit'}: needs {mib(prefill['needed'])}, "
-                     f"{mib(prefill['available'])} available")
-    if offload := plan["kv_offload"]:
-        verdict = "fits" if offload["bytes"] <= offload["available"] else "does NOT fit"
-        lines.append(f"{'':11} evicted blocks: {verdict}: {mib(offload['bytes'])} of host memory, "
-                     f"{mib(offload['available'])} available")
+    lines += [f"{'':11} {line}" for line in host_text(plan["host"], plan["kv_offload"])]
     if plan["missing_weights"]:
         lines.append(f"{'':11} cannot be served: {plan['missing_weights']}")
     return "\n".join(lines)

@@ -80,7 +80,7 @@ class MemoryPlan:
     host: plan of the prompts, if the host computes them.
     fixed_state: num_slots slots of the layers' fixed state; 0 for a model without.
     kv_offload: blocks in host memory, which are evicted from the KV cache.
-    host_available: free memory of the host for them; 0 if there are none.
+    host_available: free memory of the host for them.
     """
 
     weights: int
@@ -190,16 +190,14 @@ def predict(
     max_model_len: 0 for the lesser of the model's context and the tokens that the KV cache holds.
     prefill: backend that computes the prompts; None for `backend`.
     reserved: bytes of the device's free memory that others will take.
-    max_drafts: see `Runner`. measured: in place of predictions; None if nothing was measured.
-    kv_offload_memory: most bytes of host memory for evicted blocks; 0 for none.
+    max_drafts, kv_offload_memory: see `Runner`.
+    measured: in place of predictions; None if nothing was measured.
 
     Raises ModelError for a max_model_len beyond the model's context or the KV cache, and for a block_size that is not
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
     for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
     resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
-    if kv_offload_memory:
-        _check_offload(config, backend, prefill)
     length = _checked_length(config, max_model_len)
     available = measured.available if measured else backend.memory.available() - reserved
     weights = stored_bytes(config, resolved, backend) + _wide_router_bytes(config, resolved, backend)
@@ -210,9 +208,6 @@ def predict(
     if measured:
         activations, logits = measured.step, 0
     block = block_bytes(config, block_size, cached, backend)
-    offload = chunk_sizes(kv_offload_memory, block)
-    if kv_offload_memory and not offload:
-        raise ModelError(f"kv_offload_memory: {mib(kv_offload_memory)} holds no block of {mib(block)}")
     host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
     mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = max(available - weights - activations - logits, 0)
@@ -234,20 +229,24 @@ def predict(
     return MemoryPlan(
         weights=weights + rotary_bytes(config, length),
         kv_cache=(num_blocks + backend.capabilities.padding_blocks) * block,
-        activations=activations,
-        logits=logits,
+        activations=activations, logits=logits, available=available, host_available=free_host_memory(),
         base=_resident() + (WARM_UP_BYTES if _has_own(backend, linear) else GOLDEN_WARM_UP_BYTES),
-        available=available,
-        dtype=str(resolved).removeprefix("torch."),
-        kv_cache_dtype=str(cached).removeprefix("torch."),
+        dtype=str(resolved).removeprefix("torch."), kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks, block_size=block_size, max_model_len=length,
         host=host and replace(host, kv_cache=num_blocks * mirrored), fixed_state=fixed_state, num_slots=num_slots,
-        kv_offload=sum(offload), host_available=free_host_memory() if offload else 0,
+        kv_offload=_offload_bytes(config, backend, prefill, kv_offload_memory, block),
     )
 
 
-def _check_offload(config: ModelConfig, backend: Backend, prefill: Backend | None) -> None:
-    """Raise BackendError if evicted blocks cannot go to host memory."""
+def _offload_bytes(
+    config: ModelConfig, backend: Backend, prefill: Backend | None, kv_offload_memory: int, block: int
+) -> int:
+    """Return the bytes of host memory for evicted blocks of `block` bytes, at most kv_offload_memory.
+
+    Raises BackendError if these cannot go to host memory, ModelError if it holds none.
+    """
+    if not kv_offload_memory:
+        return 0
     if not backend.capabilities.offloads:
         raise BackendError(f"kv_offload_memory: the KV cache of {backend.name} is in host memory already; a larger "
                            "kv_cache_memory keeps more prefixes")
@@ -259,6 +258,10 @@ def _check_offload(config: ModelConfig, backend: Backend, prefill: Backend | Non
     if config.has_fixed_state:
         raise BackendError(f"kv_offload_memory: is not possible for models with linear attention ({config.family}), "
                            "whose states stay on the device")
+    sizes = chunk_sizes(kv_offload_memory, block)
+    if not sizes:
+        raise ModelError(f"kv_offload_memory: {mib(kv_offload_memory)} holds no block of {mib(block)}")
+    return sum(sizes)
 
 
 def _measured_share(free: int, config: ModelConfig, backend: Backend, length: int, block: int) -> int:

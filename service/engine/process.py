@@ -178,9 +178,7 @@ def build_engine(
     """
     config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
-    host_blocks = runner.host_blocks
-    tier = HostTier(
-        host_blocks.num_slots, host_blocks.block_bytes, host_blocks.take_loaded, kv_log) if host_blocks else None
+    tier = tier_of(runner, kv_log)
     blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log, tier)
     slots = StateSlots.of(runner.num_slots, blocks)
     message_end_ids = read_eos_ids(Path(args.folder)) if slots else frozenset[int]()
@@ -224,6 +222,12 @@ def build_engine(
     child.report("ready", seconds=seconds, kv_cache_tokens=capacity, backend=runner.backend_name,
                  shared_weights=shared_weights(runner, ranks), kernels=cpu_kernels(runner, args.kernels))
     return engine
+
+
+def tier_of(runner: Runner, kv_log: KvEventLog | None) -> HostTier | None:
+    """Return the index of the runner's blocks in host memory; None if it has none."""
+    host = runner.host_blocks
+    return HostTier(host.num_slots, host.block_bytes, host.take_loaded, kv_log) if host else None
 
 
 MODES: Mapping[str, Mode] = {"auto": "auto", "suffix": "suffix", "mtp": "mtp"}

@@ -95,8 +95,7 @@ def serve(
             pipeline.launch(step)
         elif not pipeline:
             pipeline.wait_for_masks()
-            if scheduler.is_loading:
-                time.sleep(0.001)
+            time.sleep(0.001 * scheduler.is_loading)
         if pipeline.must_collect:
             collect()
         if not (live or order or pipeline or scheduler.is_loading):
