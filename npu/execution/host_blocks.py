@@ -27,6 +27,9 @@ from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks
 
 MAX_CHUNK_BYTES = 1 << 30
 CHECKSUM_THREADS = 4
+MAX_COPIES = 1024
+"""Copies of a tensor's part of a block that loads queue at a time, in a few milliseconds of the engine's loop. The next
+step's plan and launch queue the next ones."""
 
 
 def chunk_sizes(memory: int, block: int) -> list[int]:
@@ -54,13 +57,21 @@ def count_slots(memory: int, block: int) -> int:
 class _Load:
     """Load in progress.
 
-    intact: whether the slots have the checksums of their saves; [] before these are known.
-    copied: number of blocks whose copies are queued, and the end of the copies; None before.
+    checks: whether the slots have the checksums of their saves; [] before these are known.
+    num_intact: number of the first slots that have; None before this is known.
+    num_copied: number of blocks whose copies are queued.
+    copies: ends of these copies.
     """
 
     load: BlockLoad
-    intact: list[Future[bool]] = field(default_factory=list)
-    copied: tuple[int, Event | None] | None = None
+    checks: list[Future[bool]] = field(default_factory=list)
+    num_intact: int | None = None
+    num_copied: int = 0
+    copies: list[Event] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.num_copied == self.num_intact and all(copy.done() for copy in self.copies)
 
 
 class HostBlocks:
@@ -104,14 +115,11 @@ class HostBlocks:
         self._advance()
         ended: list[LoadedBlocks] = []
         for load in list(self._loads):
-            if load.copied is None:
-                continue
-            count, event = load.copied
-            if event is None or event.done():
-                if event is not None:
-                    event.wait()
+            if load.has_ended:
+                for copy in load.copies:
+                    copy.wait()
                 self._loads.remove(load)
-                ended.append(LoadedBlocks(load.load.id, count))
+                ended.append(LoadedBlocks(load.load.id, load.num_copied))
         return ended
 
     def _save(self, saves: Sequence[BlockCopy]) -> None:
@@ -134,15 +142,25 @@ class HostBlocks:
                 if self._unsaved[slot] is saved:
                     del self._unsaved[slot]
                     self._checksums[slot] = self._threads.submit(self._checksum, slot)
+        max_blocks = max(1, MAX_COPIES // len(self._tensors))
         for load in self._loads:
-            slots = [copy.slot for copy in load.load.copies]
-            if not load.intact and not any(slot in self._unsaved for slot in slots):
-                load.intact = [self._threads.submit(self._is_intact, slot, self._checksums[slot]) for slot in slots]
-            elif load.intact and load.copied is None and all(intact.done() for intact in load.intact):
-                flags = [*(intact.result() for intact in load.intact), False]
-                copies = load.load.copies[: flags.index(False)]
-                event = self._backend.enqueue(partial(self._load, copies)).wait() if copies else None
-                load.copied = len(copies), event
+            self._check(load)
+            if load.num_intact is None:
+                continue
+            copies = load.load.copies[load.num_copied : min(load.num_intact, load.num_copied + max_blocks)]
+            if copies:
+                load.copies.append(self._backend.enqueue(partial(self._load, copies)).wait())
+                load.num_copied += len(copies)
+                max_blocks -= len(copies)
+
+    def _check(self, load: _Load) -> None:
+        """Begin to compare the checksums of a load once its slots are saved, and take in the result."""
+        slots = [copy.slot for copy in load.load.copies]
+        if not load.checks and not any(slot in self._unsaved for slot in slots):
+            load.checks = [self._threads.submit(self._is_intact, slot, self._checksums[slot]) for slot in slots]
+        elif load.checks and load.num_intact is None and all(check.done() for check in load.checks):
+            flags = [*(check.result() for check in load.checks), False]
+            load.num_intact = flags.index(False)
 
     def _load(self, copies: Sequence[BlockCopy]) -> Event:
         targets: list[Tensor] = []

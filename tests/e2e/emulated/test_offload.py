@@ -28,8 +28,8 @@ def answers(server: Server, **fields: object) -> list[tuple[list[int], int]]:
 
 def test_prefixes_return_from_host_memory_until_the_engine_dies(tmp_path: Path) -> None:
     with serving("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--dtype", "float32", "--max-num-seqs", "2",
-                 "--max-num-batched-tokens", "256", "--max-model-len", "512", "--decode-buckets", "1", "--kernel-sampling",
-                 "0", "--kv-cache-memory", "5MiB", "--kv-offload-memory", "256MiB") as server:
+                 "--max-num-batched-tokens", "256", "--max-model-len", "512", "--decode-buckets", "1",
+                 "--kernel-sampling", "0", "--kv-cache-memory", "5MiB", "--kv-offload-memory", "256MiB") as server:
         expected = [ids for ids, _ in answers(server, bypass_prefix_cache=True)]
         assert [ids for ids, _ in answers(server)] == expected
         assert answers(server) == [(ids, 384) for ids in expected]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 
 from npuserve.kernels import triton
 from npuserve.kernels.registry import GOLDEN
-from npuserve.npu.backends.base import BackendError
+from npuserve.npu.backends.base import BackendError, Event
+from npuserve.npu.execution import host_blocks
+from npuserve.npu.execution.host_blocks import HostBlocks
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelError
+from npuserve.npu.step import BlockCopy
 from tests.kernels.triton import needs_triton
 from tests.npu.backends.cuda.test_backend import emulated, load  # noqa: F401
 from tests.npu.backends.offload import (
@@ -42,6 +46,21 @@ def loaded(folder: Path, memory: int = 1 << 20, **settings: Any) -> Runner:
 @pytest.mark.parametrize("cache", ["auto", "int8"])
 def test_cuda_blocks_come_back_with_the_same_bits(tmp_path: Path, cache: str) -> None:
     check_bits(lambda memory: loaded(tmp_path, memory, kv_cache_dtype=cache), 64)
+
+
+def test_cuda_load_is_queued_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block a time: it has two tensors."""
+    monkeypatch.setattr(host_blocks, "MAX_COPIES", 3)
+    queued: list[int] = []
+    load_blocks = HostBlocks._load
+
+    def counted(self: HostBlocks, copies: Sequence[BlockCopy]) -> Event:
+        queued.append(len(copies))
+        return load_blocks(self, copies)
+
+    monkeypatch.setattr(HostBlocks, "_load", counted)
+    check_bits(lambda memory: loaded(tmp_path, memory), 64)
+    assert set(queued) == {1}
 
 
 def test_cuda_answers_under_pressure_are_those_without_cache(tmp_path: Path) -> None:
