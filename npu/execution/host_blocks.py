@@ -38,19 +38,16 @@ def chunk_sizes(memory: int, block: int) -> list[int]:
     Sizes are powers of two, to which torch rounds pinned memory up. A slot lies in one buffer.
     """
     sizes: list[int] = []
-    while (left := memory - sum(sizes)) >= block:
+    left = memory
+    while left >= block:
         size = 1 << (left.bit_length() - 1)
-        if size > MAX_CHUNK_BYTES and block <= MAX_CHUNK_BYTES:
-            size = MAX_CHUNK_BYTES
+        if block <= MAX_CHUNK_BYTES:
+            size = min(size, MAX_CHUNK_BYTES)
         if size < block:
             break
         sizes.append(size)
+        left -= size
     return sizes
-
-
-def count_slots(memory: int, block: int) -> int:
-    """Return the number of slots of `block` bytes in `memory` bytes of host memory."""
-    return sum(size // block for size in chunk_sizes(memory, block))
 
 
 @dataclass(slots=True)

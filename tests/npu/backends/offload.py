@@ -58,10 +58,15 @@ def check_bits(load: Callable[[int], Runner], budget: int) -> None:
 
 
 def check_pressure(runner: Runner, budget: int) -> None:
-    """Requests that arrive together, samples of one call, cancels and preemptions: ids are those without the cache."""
+    """Requests that arrive together, samples of one call, cancels and preemptions: ids are those without the cache.
+
+    The samples need a further block each while others run.
+    """
     asks = rounds(runner, 1)
-    asks += [Ask(12, None, {**asks[0].fields, "request_id": "call", "arrival": 50.0, "samples": 2, "index": index,
-                            "max_tokens": 12, "sampling": SamplingParams(seed=index)}) for index in range(2)]
+    call = asks[0].fields | {
+        "prompt_ids": prompt_of(runner, 0)[: 3 * runner.block_size - 4], "request_id": "call", "arrival": 50.0,
+        "samples": 3, "max_tokens": min(2 * runner.block_size, 100)}
+    asks += [Ask(12, None, call | {"index": index, "sampling": SamplingParams(seed=index)}) for index in range(3)]
     cancelled = [Ask(9 + index, 2 + index, asks[index].fields) for index in range(4)]
     answers, scheduler = serve(runner, asks + cancelled, 2, POOL + 2, 3, budget)
     alone = [Ask(ask.tick, None, ask.fields | {"bypass_prefix_cache": True}) for ask in asks]
@@ -69,6 +74,7 @@ def check_pressure(runner: Runner, budget: int) -> None:
     assert tokens_of(answers[: len(asks)]) == tokens_of(expected)
     assert scheduler.tier is not None
     assert scheduler.tier.num_loaded > 0
+    assert scheduler.preemptions > 0
 
 
 def check_corruption(runner: Runner, budget: int) -> None:

@@ -215,6 +215,36 @@ def test_audit_finds_a_slot_with_two_holders() -> None:
         harness.scheduler.check_integrity()
 
 
+def test_thousand_requests_under_pressure_are_answered_as_alone() -> None:
+    """Conversations of many clients that grow by turns, with samples, cancels and preemptions."""
+    harness = harness_of(host_slots=100, num_blocks=24, max_num_seqs=5, budget=16)
+    draw = random.Random(0)
+    turns = [ids(seed, 6) for seed in range(12)]
+    all_sequences: list[Sequence] = []
+    while len(all_sequences) < 1000:
+        index = draw.randrange(len(turns))
+        turns[index] = [*turns[index], *ids(draw.randrange(1000), 3)] if len(turns[index]) < 24 else ids(
+            draw.randrange(1000), 6)
+        fields = {"client": f"client {index % 5}", "cache_salt": "s" * (index % 3 == 0)}
+        if draw.random() < 0.2:
+            all_sequences += harness.add_samples(turns[index], 2, draw.randint(1, 9), **fields)
+        else:
+            all_sequences.append(harness.add(turns[index], draw.randint(1, 9), **fields))
+        if draw.random() < 0.1:
+            harness.cancel(draw.choice(all_sequences[-4:]))
+        for _ in range(draw.randint(0, 12)):
+            harness.tick()
+    harness.finish()
+    answered = [sequence for sequence in all_sequences if sequence.id in harness.reasons]
+    for sequence in answered:
+        harness.check_answer(sequence)
+    tier = tier_of(harness)
+    assert len(answered) > 900
+    assert harness.scheduler.preemptions > 10
+    assert tier.num_used == 100  # it was full
+    assert tier.hits > 1000
+
+
 @given(st.data())
 def test_answers_are_those_alone_under_pressure(data: st.DataObject) -> None:
     """Shared beginnings, salts, samples, cancels, pauses, flushes and corrupt blocks, with few blocks and slots."""
