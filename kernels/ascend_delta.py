@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -44,6 +45,21 @@ class DeltaOperators:
 
 
 ALL = DeltaOperators()
+
+@dataclass(frozen=True, slots=True)
+class DeltaLaunches:
+    """Functions that launch a Triton kernel each.
+
+    convolution, rule, norm: as the kernels causal_conv_silu, gated_delta_rule with the epsilon of its norms, and
+        gated_rms_norm.
+    gates: as `gates`.
+    """
+
+    convolution: Callable[..., Tensor]
+    gates: Callable[..., tuple[Tensor, Tensor]]
+    rule: Callable[..., Tensor]
+    norm: Callable[..., Tensor]
+
 
 CHUNK = 64
 CORES = 24
@@ -164,6 +180,18 @@ def ones(count: int, device: torch.device) -> Tensor:
 def unit_gamma(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the weight [dim] of an RMS norm that divides by the length of its rows."""
     return torch.full((dim,), dim**-0.5).to(dtype).to(device)
+
+
+def gates(
+    a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, forget: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of the decays [T, Hv] float32, and sigmoid(b), by operators of torch.
+
+    forget: [T, 1] float32, added to a token's decays; None for none.
+    """
+    step = F.softplus(a + dt_bias)
+    rate = rates(a_log)
+    return step * rate if forget is None else torch.addcmul(forget, step, rate), b.sigmoid()
 
 
 _derived: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -156,45 +157,52 @@ def by_operators(
     state_slots: Tensor,
     key_heads: int,
     operators: ascend_delta.DeltaOperators = ascend_delta.ALL,
+    rule: Callable[..., Tensor] | None = None,
+    gates: Callable[..., tuple[Tensor, Tensor]] = ascend_delta.gates,
 ) -> Tensor:
-    """Call the operator for rows of one token, or the one for chunks; without them in `operators`, torch's.
+    """Call the operator for rows of one token, or the one for chunks. Without it in `operators` call `rule`, if there
+    is one, else torch's operators.
 
     The operator for chunks takes and returns the states of the rows. A row without tokens keeps its state. The results
     of both operators are in bfloat16.
 
     state: memory of [slots, Hv, Dk, Dv], which holds [slots, Hv, Dv, Dk].
+    rule, gates: of `DeltaLaunches`, or the same by operators of torch.
     """
     tokens = len(qkv)
     slots, value_heads, key_dim, value_dim = state.shape
+    sizes = key_heads, value_heads, key_dim, value_dim
+    is_single = ascend_delta.has_single_tokens(tokens, metadata)
+    fits = qkv.dtype == state.dtype == operators.dtype
+    calls_operator = fits and (operators.can_recur(*sizes) if is_single else operators.can_chunk(*sizes))
+    if rule is not None and not calls_operator:
+        return rule(qkv, a, b, a_log, dt_bias, state, metadata, state_slots, key_heads, NORM_EPS)
     memory = state.view(slots, value_heads, value_dim, key_dim)
     rows = ascend_delta.rows_of(metadata, state_slots, qkv.dtype)
     both = qkv[:, : 2 * key_heads * key_dim].unflatten(1, (2 * key_heads, key_dim))
     gamma = ascend_delta.unit_gamma(key_dim, qkv.dtype, qkv.device)
     q, k = torch_npu.npu_rms_norm(both, gamma, epsilon=NORM_EPS / key_dim)[0].split(key_heads, 1)
     v = qkv[:, 2 * key_heads * key_dim :].unflatten(1, (value_heads, value_dim))
-    step = F.softplus(a + dt_bias)
-    fits = qkv.dtype == state.dtype == operators.dtype
-    sizes = key_heads, value_heads, key_dim, value_dim
     scale = key_dim**-0.5
-    if ascend_delta.has_single_tokens(tokens, metadata):
-        decay = torch.addcmul(rows.forget, step, ascend_delta.rates(a_log))
-        recur = _recur if fits and operators.can_recur(*sizes) else _recur_in_torch
-        return recur(q, k, v, b, decay, memory, rows.slots, scale).flatten(1).to(qkv.dtype)
-    decay = step * ascend_delta.rates(a_log)
-    if not (fits and operators.can_chunk(*sizes)):
-        return _chunks_in_torch(q, k, v, b, decay, memory, rows, metadata, scale).flatten(1)
+    decay, beta = gates(a, b, a_log, dt_bias, rows.forget if is_single else None)
+    if not calls_operator:
+        beta = b.float().sigmoid()  # torch's operators need not round it
+    if is_single:
+        recur = _recur if calls_operator else _recur_in_torch
+        return recur(q, k, v, beta, decay, memory, rows.slots, scale).flatten(1).to(qkv.dtype)
+    if not calls_operator:
+        return _chunks_in_torch(q, k, v, beta, decay, memory, rows, metadata, scale).flatten(1)
     begin = memory.index_select(0, rows.slots) * rows.keep.unsqueeze(3)
     out, end = torch_npu.npu_chunk_gated_delta_rule(
-        q, k, v, beta=b.sigmoid(), initial_state=begin, actual_seq_lengths=rows.lengths, scale=scale, g=decay)
+        q, k, v, beta=beta, initial_state=begin, actual_seq_lengths=rows.lengths, scale=scale, g=decay)
     torch_npu.npu_scatter_nd_update_(memory, rows.slots.unsqueeze(1), end)
     return out.flatten(1).to(qkv.dtype)  # type: ignore[no-any-return]
 
 
 def _recur(
-    q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, memory: Tensor, slots: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor, slots: Tensor, scale: float
 ) -> Tensor:
     """Advance the states of rows of one token; return [R, Hv, Dv]. A call takes no more rows than there are slots."""
-    beta = b.sigmoid()
     parts = []
     for part in torch.arange(len(q)).split(len(memory)):
         here = slice(int(part[0]), int(part[-1]) + 1)
@@ -206,27 +214,27 @@ def _recur(
 
 
 def _recur_in_torch(
-    q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, memory: Tensor, slots: Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor, slots: Tensor, scale: float
 ) -> Tensor:
-    out, states = _advanced(memory.index_select(0, slots).float(), q, k, v, b, decay, scale)
+    out, states = _advanced(memory.index_select(0, slots).float(), q, k, v, beta, decay, scale)
     torch_npu.npu_scatter_nd_update_(memory, slots.unsqueeze(1), states.to(memory.dtype))
     return out
 
 
 def _advanced(
-    states: Tensor, q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, scale: float
+    states: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the results [R, Hv, Dv] of one token for each of the states [R, Hv, Dv, Dk] in float32, and its next."""
     group = v.shape[1] // q.shape[1]
     query, key = (x.float().repeat_interleave(group, 1).unsqueeze(2) for x in (q, k))
     states = states * decay.exp().unsqueeze(2).unsqueeze(3)
-    delta = b.float().sigmoid().unsqueeze(2) * (v.float() - (states * key).sum(3))
+    delta = beta.float().unsqueeze(2) * (v.float() - (states * key).sum(3))
     states = states + delta.unsqueeze(3) * key
     return ((states * query).sum(3) * scale).to(q.dtype), states
 
 
 def _chunks_in_torch(
-    q: Tensor, k: Tensor, v: Tensor, b: Tensor, decay: Tensor, memory: Tensor, rows: ascend_delta.StepRows,
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decay: Tensor, memory: Tensor, rows: ascend_delta.StepRows,
     metadata: AttentionMetadata, scale: float,
 ) -> Tensor:
     """Advance the states of rows token by token, by lengths on the host: a step that calls it cannot be captured."""
@@ -235,7 +243,8 @@ def _chunks_in_torch(
         slot = rows.slots[row : row + 1]
         states = memory.index_select(0, slot).float() * rows.keep[row].float()
         for token in (slice(t, t + 1) for t in range(begin, end)):
-            out[token], states = _advanced(states, q[token], k[token], v[token], b[token], decay[token], scale)
+            out[token], states = _advanced(
+                states, q[token], k[token], v[token], beta[token], decay[token], scale)
         torch_npu.npu_scatter_nd_update_(memory, slot.unsqueeze(1), states.to(memory.dtype))
     return out
 

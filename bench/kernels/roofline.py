@@ -471,7 +471,8 @@ HYBRID = """## Qwen3.5-27B
 The same for Qwen3.5, 3.6 and 3.8 with 27 billion parameters: 48 of 64 layers are linear attention, whose states are
 read and written in each step, in bfloat16. W8A8 leaves in_proj_a, in_proj_b and the LM head in bfloat16. A layer of
 linear attention has more tasks than one of attention, since its convolution is computed by shifted products
-([ascend-audit.md](ascend-audit.md#linear-attention)).
+([ascend-audit.md](ascend-audit.md#linear-attention)). With triton-ascend it has 12 tasks less, 576 in all, and a layer
+of attention 3 less.
 """
 HYBRID_COMPARISON = """Published for this size, on other cards and with drafts, so none is a row of the table: 32 ms a
 token at 4 streams of 8K for W8A8 with MTP on 910B4, TP4 × 2 (vllm-ascend, Alauda), and 50 ms at 54 streams for W8A8

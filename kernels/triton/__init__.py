@@ -1,4 +1,4 @@
-"""Kernels in Triton, for CUDA, and one for Ascend where triton-ascend is installed (launch_ascend.py).
+"""Kernels in Triton, for CUDA, and some for Ascend where triton-ascend is installed (launch_ascend.py).
 
 Importing this package does not import triton. The modules `launch*` check arguments and launch the kernels. The other
 files hold kernels. They import only triton and each other, so that a compiler without torch can read them. Tests in
@@ -24,7 +24,8 @@ DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 """Device of the kernels' tensors: the CPU if triton interprets. `interpret` changes it, so read it as
 `triton.DEVICE`."""
 
-LOWERED = {"qk_norm_rope_kv_write": "qk_norm_rope_kv_write"}
+LOWERED = {"causal_conv_silu": "ascend_delta", "gated_delta_rule": "ascend_delta", "gated_rms_norm": "rows",
+           "qk_norm_rope_kv_write": "qk_norm_rope_kv_write"}
 """Kernel -> file here that implements it and is proven to lower for Ascend; `launch_ascend` calls it."""
 
 

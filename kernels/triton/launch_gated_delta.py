@@ -15,7 +15,16 @@ from torch import Tensor
 from npuserve.kernels import triton
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.kernels.triton.causal_conv_silu import causal_conv_silu_kernel
-from npuserve.kernels.triton.common import INT32, check, matrix, power, shared_memory, within
+from npuserve.kernels.triton.common import (
+    INT32,
+    check,
+    check_rows,
+    check_rule,
+    matrix,
+    power,
+    shared_memory,
+    within,
+)
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.gated_delta_rule import chunk_products_kernel, chunk_states_kernel, recurrent_kernel
 
@@ -55,7 +64,7 @@ def causal_conv_silu(
     within("columns of x", channels, 1, INT32 // 16)
     check("weight", weight, (channels, taps), (x.dtype,), x.device)
     check("state", state, (len(state), channels, taps - 1), (x.dtype,), x.device)
-    rows = _check_rows(metadata, state_slots, x)
+    rows = check_rows(metadata.context_lens, metadata.cu_seqlens_q, state_slots, x.device)
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     if tokens and rows:
         one_each = metadata.has_one_query_each(tokens)
@@ -81,9 +90,9 @@ def gated_delta_rule(
 
     Raises ValueError.
     """
-    _check_rule(qkv, a, b, a_log, dt_bias, state, key_heads)
+    check_rule(qkv, a, b, a_log, dt_bias, state, key_heads)
     tokens, (value_heads, key_dim, value_dim) = len(qkv), state.shape[1:]
-    rows = _check_rows(metadata, state_slots, qkv)
+    rows = check_rows(metadata.context_lens, metadata.cu_seqlens_q, state_slots, qkv.device)
     out = torch.empty(tokens, value_heads * value_dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens or not rows:
         return out.zero_()
@@ -133,37 +142,3 @@ def chunk_bounds(tokens: int, rows: int, lengths: Sequence[int], few: int, chunk
 def _capacity(rows: int) -> int:
     """Return a power of two that is at least `rows`: one for all steps of a server, since each is compiled."""
     return max(256, power(rows))
-
-
-def _check_rule(
-    qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, key_heads: int
-) -> None:
-    matrix("qkv", qkv, qkv.device)
-    if state.dim() != 4:
-        raise ValueError(f"state: {list(state.shape)} is not [slots, value heads, key_dim, value_dim]")
-    tokens, (value_heads, key_dim, value_dim) = len(qkv), state.shape[1:]
-    check("state", state, tuple(state.shape), (torch.float32, torch.bfloat16), qkv.device)
-    within("key_heads", key_heads, 1, value_heads)
-    if value_heads % key_heads:
-        raise ValueError(f"key_heads: {key_heads} does not divide {value_heads} value heads")
-    within("key_dim", key_dim, 1, 256)
-    width = 2 * key_heads * key_dim + value_heads * value_dim
-    if qkv.shape[1] != width:
-        raise ValueError(f"qkv: {qkv.shape[1]} columns are not the {width} of queries, keys and values")
-    for name, tensor in (("a", a), ("b", b)):
-        matrix(name, tensor, qkv.device)
-        if tensor.shape != (tokens, value_heads) or tensor.dtype != qkv.dtype:
-            raise ValueError(f"{name}: {list(tensor.shape)} {tensor.dtype} is not [{tokens}, {value_heads}] "
-                             f"{qkv.dtype}")
-    for name, tensor in (("a_log", a_log), ("dt_bias", dt_bias)):
-        check(name, tensor, (value_heads,), (torch.float32,), qkv.device)
-
-
-def _check_rows(metadata: AttentionMetadata, state_slots: Tensor, x: Tensor) -> int:
-    """Return the number of rows. Raises ValueError."""
-    rows = len(metadata.context_lens)
-    within("rows", rows, 0, 1 << 14)
-    check("context_lens", metadata.context_lens, (rows,), (torch.int32,), x.device)
-    check("cu_seqlens_q", metadata.cu_seqlens_q, (rows + 1,), (torch.int32,), x.device)
-    check("state_slots", state_slots, (rows,), (torch.int64,), x.device)
-    return rows

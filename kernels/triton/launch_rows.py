@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.quantized import GROUP, Quantized, Scheme
-from npuserve.kernels.triton.common import FLOATS, INT32, check, matrix, power, within
+from npuserve.kernels.triton.common import (
+    FLOATS,
+    INT32,
+    check,
+    check_beside,
+    check_groups,
+    check_matrix,
+    power,
+    within,
+)
 from npuserve.kernels.triton.dependent import dependent
 from npuserve.kernels.triton.rows import (
     embedding_kernel,
@@ -42,7 +51,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, gamma: Tensor, eps: float, scheme: Scheme | None = None
 ) -> tuple[Tensor | Quantized, Tensor]:
     """Launch the kernel `add_rms_norm` for rows of at most `WIDTH`. Raises ValueError."""
-    _beside("residual", residual, x)
+    check_beside("residual", residual, x)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _rms_norm(x, residual, total, gamma, eps, scheme), total
 
@@ -50,7 +59,7 @@ def add_rms_norm(
 def _rms_norm(
     x: Tensor, residual: Tensor | None, total: Tensor | None, gamma: Tensor, eps: float, scheme: Scheme | None
 ) -> Tensor | Quantized:
-    _rows("x", x, x)
+    check_matrix("x", x, x)
     rows, width = x.shape
     within("columns of x", width, 1, WIDTH)
     check("gamma", gamma, (width,), (x.dtype, torch.float32), x.device)
@@ -68,7 +77,7 @@ def _rms_norm(
 
 def quantize(x: Tensor, scheme: Scheme) -> Quantized:
     """Launch the kernel `quantize` for rows of at most `WIDTH`. Raises ValueError."""
-    _rows("x", x, x)
+    check_matrix("x", x, x)
     rows, width = x.shape
     within("columns of x", width, 1, WIDTH)
     out = _int8(x, scheme)
@@ -82,7 +91,7 @@ def quantize(x: Tensor, scheme: Scheme) -> Quantized:
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Launch the kernel `swiglu`. Raises ValueError."""
-    _rows("gate_up", gate_up, gate_up)
+    check_matrix("gate_up", gate_up, gate_up)
     rows, both = gate_up.shape
     if both % 2:
         raise ValueError(f"gate_up: {both} columns are not those of a gate and of as many more")
@@ -96,8 +105,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Launch the kernel `sigmoid_gate`. Raises ValueError."""
-    _rows("x", x, x)
-    _beside("gate", gate, x)
+    check_matrix("x", x, x)
+    check_beside("gate", gate, x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rows, width = x.shape
@@ -109,17 +118,11 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 def gated_rms_norm(x: Tensor, z: Tensor, gamma: Tensor, eps: float) -> Tensor:
     """Launch the kernel `gated_rms_norm` for groups of at most `WIDTH`. Raises ValueError."""
-    _rows("x", x, x)
-    _beside("z", z, x)
-    size = gamma.numel()
-    check("gamma", gamma, (size,), (x.dtype, torch.float32), x.device)
-    within("numbers of a group", size, 1, WIDTH)
-    rows, width = x.shape
-    if width % size:
-        raise ValueError(f"x: {width} columns are not groups of {size}")
+    groups = check_groups(x, z, gamma, WIDTH)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
-        block, groups = power(size), width // size
+        rows, size = len(x), len(gamma)
+        block = power(size)
         together = min(max(1, COLUMNS // block), power(groups))
         gated_rms_norm_kernel[(rows, -(-groups // together))](
             x=x, z=z, gamma=gamma, out=out, groups=groups, size=size, x_stride=x.stride(0), z_stride=z.stride(0),
@@ -206,15 +209,3 @@ def _blocks(width: int, scheme: Scheme | None) -> tuple[int, int]:
 
 def _warps(block: int, quantizes: bool) -> int:
     return min(max(block // (256 if quantizes else 512), 1), 32 if quantizes else 16)
-
-
-def _rows(name: str, tensor: Tensor, beside: Tensor) -> None:
-    matrix(name, tensor, beside.device)
-    within(f"rows of {name}", len(tensor), 0, INT32)
-    within(f"columns of {name}", tensor.shape[1], 1, INT32 // 4)
-
-
-def _beside(name: str, tensor: Tensor, x: Tensor) -> None:
-    _rows(name, tensor, x)
-    if tensor.shape != x.shape or tensor.dtype != x.dtype:
-        raise ValueError(f"{name}: {list(tensor.shape)} {tensor.dtype} is not {list(x.shape)} {x.dtype}")

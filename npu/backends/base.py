@@ -274,9 +274,16 @@ class Backend(ABC):
     def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
         """Return True if the kernel's implementation computes these sizes without the device's operator.
 
-        That counts as a fallback, and steps with chunks are not captured.
+        That counts as a fallback.
 
         sizes: of `Layer.operator_sizes`. dtype: of the activations.
+        """
+        return False
+
+    def reads_host_lengths(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+        """Return True if the kernel reads lengths of rows on the host, so that steps with chunks are not captured.
+
+        sizes, dtype: as in `lacks_operator`.
         """
         return False
 

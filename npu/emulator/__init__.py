@@ -135,7 +135,7 @@ def activate(
 
     depth: tasks that a stream holds before a submission blocks on the oldest.
     poison: fill new device memory with NaN.
-    triton: behave as if triton-ascend were installed, with a stand-in for its kernel.
+    triton: behave as if triton-ascend were installed, with stand-ins for its kernels.
 
     Raises EmulatorError if torch_npu or a compiler is missing, torch and torch_npu do not match, or torch_npu was
     imported before. A second call with the same options has no effect; with other options it raises.

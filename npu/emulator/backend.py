@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from npuserve.kernels.ascend import MAX_HEAD_DIM, FusedHeads
+from npuserve.kernels.ascend_delta import DeltaLaunches
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.cann import preflight
 from npuserve.npu.cann.readings import Readings
 from npuserve.npu.cann.versions import pair_of
-from npuserve.npu.emulator import fused_heads
+from npuserve.npu.emulator import fused_delta, fused_heads
 from npuserve.npu.notices import Notice
 
 
@@ -53,6 +54,10 @@ class EmulatedAscend(AscendBackend):
     def fused_heads(self) -> FusedHeads | None:
         """Return the stand-in for the Triton kernel if there is to be one."""
         return fused_heads.launch if self.triton else None
+
+    def delta_launches(self) -> DeltaLaunches | None:
+        """Return the stand-ins for the Triton kernels of linear attention if there are to be any."""
+        return fused_delta.LAUNCHES if self.triton else None
 
     def supports_heads(self, head_dim: int) -> bool:
         return head_dim <= MAX_HEAD_DIM if "small_heads" in self.relaxations else super().supports_heads(head_dim)

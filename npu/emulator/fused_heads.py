@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 27}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 27}
 """aclDataType."""
 
 
@@ -23,7 +23,7 @@ def launch(
     pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
     numbers = (ctypes.c_int64 * 9)(
         tokens, num_q_heads, kv_heads, dim, len(cos_sin), k_cache.shape[0] * k_cache.shape[1], qkv.stride(0),
-        _DTYPES[qkv.dtype], cos_sin.shape[1])
+        DTYPES[qkv.dtype], cos_sin.shape[1])
     stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
     if code := ctypes.CDLL("libopapi.so").emu_fused_heads(pointers, numbers, ctypes.c_double(eps), stream):
         raise RuntimeError(f"qk_norm_rope_kv_write_kernel: error code is {code}")

@@ -142,8 +142,9 @@ class Runner:
         rows = min(max_num_seqs, max_num_batched_tokens)
         samples = min(rows + max_drafts, max_num_batched_tokens)
         max_drafts = samples - rows
-        replaced = {kernel for layer in config.local_layers for kernel, sizes in layer.operator_sizes.items()
-                    if backend.lacks_operator(kernel, sizes, dtype)}
+        operator_sizes = {item for layer in config.local_layers for item in layer.operator_sizes.items()}
+        replaced = {kernel for kernel, sizes in operator_sizes if backend.lacks_operator(kernel, sizes, dtype)}
+        reads_lengths = any(backend.reads_host_lengths(kernel, sizes, dtype) for kernel, sizes in operator_sizes)
         self._kernels = KernelSet(
             backend.kernels, observe, backend.span, own=backend.own_kernels, layer_kernels=config.layer_kernels,
             replaced=replaced)
@@ -177,7 +178,7 @@ class Runner:
         self._dispatch = Dispatch(
             backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples), rows,
             capture_mode=backend.settings.capture_mode if is_recordable else "off",
-            capture_chunks=backend.captures_chunks(self.cache_dtype) and not replaced, may_drop=ranks.size == 1)
+            capture_chunks=backend.captures_chunks(self.cache_dtype) and not reads_lengths, may_drop=ranks.size == 1)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts

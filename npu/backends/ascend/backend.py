@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from npuserve.kernels import ascend, ascend_delta, ascend_experts
+from npuserve.kernels.ascend_delta import DeltaLaunches
 from npuserve.kernels.int4 import WORD_CODES
 from npuserve.kernels.qk_norm_rope_kv_write import with_fused_heads
 from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend import fault_codes, functions
 from npuserve.npu.backends.ascend.captured_graph import LengthUpdates
-from npuserve.npu.backends.ascend.delta_check import WorkingOperators
+from npuserve.npu.backends.ascend.delta_kernels import DeltaKernels
 from npuserve.npu.backends.ascend.graphs import AscendGraphs, takes_lengths
 from npuserve.npu.backends.ascend.layouts import AscendCache, AscendWeights
 from npuserve.npu.backends.ascend.lengths import LengthThread
@@ -123,8 +124,8 @@ class AscendBackend(StreamBackend):
         self._takes_lengths = False
         self._captured = False
         self._lengths = self._first_lengths()
-        self._delta_operators = WorkingOperators(device)
-        self.own_kernels = {"gated_delta_rule": self._delta_operators.gated_delta_rule}
+        self._delta = DeltaKernels(device, self.delta_launches())
+        self.own_kernels = dict(self._delta.own)
         if launch := self.fused_heads():
             self.own_kernels["qk_norm_rope_kv_write"] = with_fused_heads(launch)
 
@@ -160,7 +161,7 @@ class AscendBackend(StreamBackend):
 
         None without triton-ascend, which is optional, and where the kernel fails or differs from the operators.
         """
-        if importlib.util.find_spec("triton") is None or importlib.util.find_spec("triton.backends.ascend") is None:
+        if not _has_triton():
             return None
         try:
             from npuserve.kernels.triton import launch_ascend
@@ -173,6 +174,18 @@ class AscendBackend(StreamBackend):
             reason = error
         log.warning("triton-ascend is installed, and its kernel is not used: %s", reason)
         return None
+
+    def delta_launches(self) -> DeltaLaunches | None:
+        """Return the launches of the Triton kernels of linear attention; None without triton-ascend."""
+        if not _has_triton():
+            return None
+        try:
+            from npuserve.kernels.triton import launch_ascend
+        except Exception as error:  # of a compiler that has never met this machine
+            log.warning("triton-ascend is installed, and its kernels are not used: %s", error)
+            return None
+        return DeltaLaunches(launch_ascend.causal_conv_silu, launch_ascend.delta_gates, launch_ascend.gated_delta_rule,
+                             launch_ascend.gated_rms_norm)
 
     def supports_heads(self, head_dim: int) -> bool:
         """Return True for multiples of 32 (required by npu_mrope) up to `ascend.MAX_HEAD_DIM`."""
@@ -188,16 +201,14 @@ class AscendBackend(StreamBackend):
 
     def lacks_operator(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
         """Call the operators of the gated delta rule once; both must take the model's dtypes and sizes."""
-        if kernel != "gated_delta_rule":
+        if kernel != "gated_delta_rule" or self._delta.has_operators(sizes, dtype, self.state_dtype(dtype)):
             return False
-        if dtype != self.state_dtype(dtype):
-            log.warning("linear attention is computed without its operators, which take a state in bfloat16 and "
-                        "activations in bfloat16 alone")
-            return True
-        operators = self._delta_operators.of(dtype)
-        key_heads, value_heads, key_dim, value_dim = sizes
-        return not (operators.can_recur(key_heads, value_heads, key_dim, value_dim)
-                    and operators.can_chunk(key_heads, value_heads, key_dim, value_dim))
+        self._delta.log_fallback(sizes, dtype, self.state_dtype(dtype))
+        return True
+
+    def reads_host_lengths(self, kernel: str, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+        return self.lacks_operator(kernel, sizes, dtype) and not self._delta.has_rule(
+            sizes, dtype, self.state_dtype(dtype))
 
     def operator_bytes(self, kernel: str, sizes: Sequence[int], rows: int, tokens: int, itemsize: int) -> int:
         if kernel != "gated_delta_rule":
@@ -339,6 +350,12 @@ def padding_blocks(decode_buckets: Sequence[int]) -> int:
     buckets = [0, *sorted(decode_buckets)]
     largest_padding = max((high - low - 1 for low, high in pairwise(buckets)), default=0)
     return max(1, -(-largest_padding // ascend.BLOCK))
+
+
+def _has_triton() -> bool:
+    """Return True if triton-ascend is installed."""
+    return (importlib.util.find_spec("triton") is not None
+            and importlib.util.find_spec("triton.backends.ascend") is not None)
 
 
 def _matching_versions() -> None:

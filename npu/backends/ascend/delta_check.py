@@ -10,31 +10,11 @@ import torch
 
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.ascend_delta import DeltaOperators
-from npuserve.kernels.gated_delta_rule import by_operators
 
 log = logging.getLogger(__name__)
 
 TOKENS = 64
 """Tokens of the smoke call with a chunk."""
-
-
-class WorkingOperators:
-    """Operators of linear attention that work on a device. They are called once for each dtype."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._working: dict[torch.dtype, DeltaOperators] = {}
-
-    def of(self, dtype: torch.dtype) -> DeltaOperators:
-        """Return the operators that take activations and states of `dtype`."""
-        if dtype not in self._working:
-            self._working[dtype] = working_operators(dtype, self._device)
-        return self._working[dtype]
-
-    def gated_delta_rule(self, qkv: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Run the kernel gated_delta_rule with them."""
-        result: torch.Tensor = by_operators(qkv, *args, operators=self.of(qkv.dtype))
-        return result
 
 
 def working_operators(dtype: torch.dtype, device: torch.device) -> DeltaOperators:

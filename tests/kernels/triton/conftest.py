@@ -17,7 +17,8 @@ import pytest
 from tests.kernels.triton import needs_triton
 from tests.kernels.triton.lowered import Built, Lowered
 
-KERNELS = ("qk_norm_rope_kv_write_kernel",)
+KERNELS = ("qk_norm_rope_kv_write_kernel", "conv_silu_kernel", "delta_gates_kernel", "delta_rule_kernel",
+           "gated_rms_norm_kernel")
 FACTS: dict[str, dict[str, Any]] = defaultdict(dict)
 """Kernel and case -> "interpreted" or "lowered" -> largest error; "built" -> the result of lowering."""
 

@@ -15,6 +15,7 @@ import platform
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from tests.kernels.triton import CACHE
 
 LOWERING = Path(__file__).with_name("lowering.py")
 
-_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
+_POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64",
+             torch.int32: "*i32"}
 _SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 
 
@@ -55,19 +57,20 @@ class Lowered:
         self._python = python
         self._built: dict[str, Built] = {}
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        return lambda **arguments: self._run(grid[0], arguments)
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        columns, rows = (*grid, 1)[:2]
+        return lambda **arguments: self._run(columns, rows, arguments)
 
-    def _run(self, programs: int, arguments: dict[str, Any]) -> None:
+    def _run(self, columns: int, rows: int, arguments: dict[str, Any]) -> None:
         signature, constants = self._split(arguments)
         self.latest = built = self._build(signature, constants)
         # The lock and the workspace between cores, which these kernels do not use; the grid; the program's position.
-        values = [None, None, *(arguments[name] for name in signature), programs, 1, 1, 0, 0, 0]
+        values = [None, None, *(arguments[name] for name in signature), columns, rows, 1, 0, 0, 0]
         types = ["*i8", "*i8", *signature.values(), *["i32"] * 6]
         flat = [x for value, kind in zip(values, types, strict=True) for x in _flat(value, kind)]
         function = getattr(built.library, self._function.__name__)
-        for program in range(programs):
-            function(*flat[:-3], ctypes.c_int32(program), *flat[-2:])
+        for row, column in product(range(rows), range(columns)):
+            function(*flat[:-3], ctypes.c_int32(column), ctypes.c_int32(row), flat[-1])
             built.library.end_program()
 
     def _split(self, arguments: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:

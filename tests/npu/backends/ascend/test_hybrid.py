@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from npuserve.kernels.ascend_delta import DeltaLaunches
 from npuserve.kernels.causal_conv_silu import causal_conv_silu
 from npuserve.kernels.gated_delta_rule import gated_delta_rule
 from npuserve.npu import emulator
+from npuserve.npu.backends.ascend import delta_kernels
 from npuserve.npu.backends.base import BackendError
+from npuserve.npu.emulator import fused_delta
+from npuserve.npu.emulator.backend import EmulatedAscend
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.quantize.rounding import Int8Rounding
@@ -29,6 +36,19 @@ from tests.support import loop
 from tests.support.oracle_drafts import drafting_of
 
 MEMORY = {"kv_cache_memory": 64 << 20}
+
+
+@contextmanager
+def captured_log(name: str) -> Iterator[list[str]]:
+    """Yield the messages of a logger, to which messages are appended."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 def on_cpu(folder: Path, **settings: Any) -> Runner:
@@ -55,6 +75,14 @@ def test_hybrid_tokens_equal_cpu(tmp_path: Path, order: str, seed: int, capture_
     """Prompts arrive in chunks beside decode rows; padded rows and tokens do not touch the requests' states."""
     options = {"relax": RELAX, "order": order, "seed": seed, "poison": True}
     run(equal_to_the_cpu, {"folder": tmp_path, "sampling": {}, "capture_chunks": capture_chunks}, options)
+
+
+@needs_npu
+@pytest.mark.parametrize("capture_chunks", [True, False], ids=["one dispatch", "decode rows and chunks"])
+def test_hybrid_tokens_with_triton_equal_cpu(tmp_path: Path, capture_chunks: bool) -> None:
+    """Stand-ins for the Triton kernels do convolution, gates and gated norm."""
+    run(equal_to_the_cpu, {"folder": tmp_path, "sampling": {}, "capture_chunks": capture_chunks},
+        {"relax": RELAX, "poison": True, "triton": True})
 
 
 # Configurations
@@ -106,22 +134,78 @@ def test_hybrid_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> None
 # Missing operators
 
 
-@pytest.mark.parametrize("lacking", ["ChunkGatedDeltaRule", "RecurrentGatedDeltaRule"])
+LACKING = ["ChunkGatedDeltaRule", "RecurrentGatedDeltaRule"]
+
+
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "torch"])
+@pytest.mark.parametrize("lacking", LACKING)
 @needs_npu
-def test_hybrid_without_an_operator_equals_cpu(tmp_path: Path, lacking: str) -> None:
+def test_hybrid_without_an_operator_equals_cpu(tmp_path: Path, lacking: str, triton: bool) -> None:
     """CANN before 9.1 has no aclnnChunkGatedDeltaRule. The kernel counts as a fallback."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EMULATED_CANN_WITHOUT", f"aclnn{lacking}")
-        run(equal_without_operator, {"folder": tmp_path}, {"relax": RELAX}, fresh=True)
+        run(equal_without_operator, {"folder": tmp_path, "triton": triton, "lacks_chunk": lacking == LACKING[0]},
+            {"relax": RELAX, "triton": triton, "poison": True}, fresh=True)
 
 
-def equal_without_operator(folder: Path) -> None:
+def equal_without_operator(folder: Path, triton: bool, lacks_chunk: bool) -> None:
+    """With triton-ascend its kernel takes the operator's place, and chunks are captured. The log says what does."""
     saved_hybrid(folder, layers=2, full=(1,))
-    npu = load(folder, decode_buckets=(1, 2, 4), **MEMORY)
+    with captured_log(delta_kernels.__name__) as said:
+        npu = load(folder, decode_buckets=(1, 2, 4), **MEMORY)
     assert npu.fallbacks == ["gated_delta_rule"]
+    assert [("a Triton kernel" in line, "torch's operators" in line) for line in said] == [(triton, not triton)]
+    emulator.log_tasks(True)
     got, results = answers(npu, asks(4, 6))
+    emulator.log_tasks(False)
     assert got == answers(on_cpu(folder), asks(4, 6))[0]
     assert sum(result.captured_decodes for result in results) > 5
+    assert all(result.captured for result in results) == triton
+    called = {task.name for task in emulator.tasks()}
+    assert ("delta_rule_kernel" in called) == triton
+    assert ("aclnnRecurrentGatedDeltaRule" if lacks_chunk else "aclnnChunkGatedDeltaRule") in called
+
+
+@emulated(relax=RELAX, triton=True)
+def test_hybrid_beyond_the_operators_bounds_is_captured_with_triton(tmp_path: Path) -> None:
+    """Heads of 64, and states in float32 beside activations in bfloat16: the operators take neither."""
+    saved_hybrid(tmp_path / "64", layers=2, full=(1,), linear_dim=64)
+    npu = load(tmp_path / "64", decode_buckets=(1, 2, 4), **MEMORY)
+    assert npu.fallbacks == ["gated_delta_rule"]
+    got, results = answers(npu, asks(4, 6))
+    assert got == answers(on_cpu(tmp_path / "64"), asks(4, 6))[0]
+    assert all(result.captured for result in results)
+
+    saved_hybrid(tmp_path / "128", layers=2, full=(1,))
+    npu = load(tmp_path / "128", dtype="bfloat16", decode_buckets=(1, 2, 4), **MEMORY, state_dtype="float32")
+    assert npu.fallbacks == ["gated_delta_rule"]
+    _, results = answers(npu, asks(4, 6))
+    assert all(result.captured for result in results)
+
+
+@pytest.mark.parametrize("fault", ["differs", "fails"])
+@emulated(relax=RELAX)
+def test_unfit_triton_kernels_of_linear_attention_are_not_used(tmp_path: Path, fault: str) -> None:
+    """Each kernel fails at its first call, or gives other results: operators serve, and the log says why."""
+    saved_hybrid(tmp_path, layers=2, full=(1,), linear_dim=64)
+
+    def unfit(launch: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if fault == "fails":
+                raise RuntimeError("ub overflow")
+            result = launch(*args)
+            return result * 1.5 if isinstance(result, torch.Tensor) else (result[0], result[1] * 1.5)
+        return call
+
+    launches = DeltaLaunches(*(unfit(getattr(fused_delta.LAUNCHES, name)) for name in DeltaLaunches.__slots__))
+    with pytest.MonkeyPatch.context() as patch, captured_log(delta_kernels.__name__) as said:
+        patch.setattr(EmulatedAscend, "delta_launches", lambda self: launches)
+        npu = load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)
+        got, _ = answers(npu, asks(2, 4))
+    assert got == answers(on_cpu(tmp_path), asks(2, 4))[0]
+    reason = "ub overflow" if fault == "fails" else "differ"
+    for kernel in ("conv_silu", "delta_gates", "delta_rule", "gated_rms_norm"):
+        assert any(line.startswith(f"{kernel}_kernel is not used") and reason in line for line in said), (kernel, said)
 
 
 @emulated(relax=RELAX)
@@ -256,23 +340,37 @@ def test_hybrid_tokens_of_two_ranks_equal_those_of_one_device(place: Place, tmp_
 # Calls
 
 
-LAUNCHES = {"1": (27, 15), "4": (27, 16), "chunk": (33, 16)}
+LAUNCHES = {
+    "operators": {"1": (27, 15), "4": (27, 16), "chunk": (33, 16)},
+    "triton": {"1": (15, 12), "4": (15, 12), "chunk": (19, 12)}}
 """Step -> tasks of a layer of linear attention, and of one of attention without the two of its lengths' event."""
+VLLM_ASCEND = 20
+"""Tasks of vllm-ascend's layer of linear attention in a decode step, counted from its sources
+(docs/ascend-audit.md)."""
+FUSED = ("conv_silu_kernel", "delta_gates_kernel", "gated_rms_norm_kernel")
 
 
-@emulated()
-def test_hybrid_launches_of_layers_by_kind(tmp_path: Path) -> None:
+@needs_npu
+@pytest.mark.parametrize("triton", [False, True], ids=["operators", "triton"])
+def test_hybrid_launches_of_layers_by_kind(tmp_path: Path, triton: bool) -> None:
+    run(check_launches, {"folder": tmp_path, "triton": triton}, {"triton": triton})
+
+
+def check_launches(folder: Path, triton: bool) -> None:
+    expected = LAUNCHES["triton" if triton else "operators"]
     found = []
     for full in ((2,), (1, 2), (1,)):
-        folder = saved_hybrid(tmp_path / repr(full), layers=max(full) + 1, full=full)
-        dispatch = load(folder, dtype="bfloat16", decode_buckets=(1, 4), **MEMORY)._dispatch
-        found.append({kind: nodes(dispatch.chunks.hidden, 64, tmp_path / "graph.json") if kind == "chunk" else
-                      nodes(dispatch.decodes.argmax, int(kind), tmp_path / "graph.json") for kind in LAUNCHES})
+        model = saved_hybrid(folder / repr(full), layers=max(full) + 1, full=full)
+        dispatch = load(model, dtype="bfloat16", decode_buckets=(1, 4), **MEMORY)._dispatch
+        found.append({kind: nodes(dispatch.chunks.hidden, 64, folder / "graph.json") if kind == "chunk" else
+                      nodes(dispatch.decodes.argmax, int(kind), folder / "graph.json") for kind in expected})
     two_linear, one_linear, shorter = found
-    for kind, expected in LAUNCHES.items():
+    for kind, counts in expected.items():
         linear, full_layer = two_linear[kind] - shorter[kind], one_linear[kind] - shorter[kind]
         assert full_layer >= EVENT
-        assert (linear.total(), full_layer.total() - EVENT.total()) == expected, (kind, linear, full_layer)
+        assert (linear.total(), full_layer.total() - EVENT.total()) == counts, (kind, linear, full_layer)
+        assert [linear[kernel] for kernel in FUSED] == [int(triton)] * 3
+        assert not triton or linear.total() <= VLLM_ASCEND
 
 
 @emulated(relax=RELAX)
