@@ -181,13 +181,13 @@ def test_gated_norm_equals_golden(
 def test_at_the_sizes_of_qwen35(
     launch: ModuleType, note: Callable[[str, float], None], dtype: torch.dtype, rows: Rows
 ) -> None:
-    """Heads of 128: 16 of keys and 48 of values as in 27B for the convolution, the gates and the norm.
+    """Heads of 128: 16 of keys and 48 of values as in 27B for the gates and the norm.
 
-    The rule takes a 16th of the heads, with the same block of a state in a program. Its state is in the dtype of the
-    activations, as on a device.
+    The convolution takes a fourth of the channels and the rule a 16th of the heads, with the same block in a program.
+    The state is in the dtype of the activations, as on a device.
     """
     kind = f"{name_of(dtype)}, {'decode rows' if rows is DECODE else 'chunks'}"
-    note(f"conv_silu 10240 channels {kind}", convolved(launch, rows, dtype, 10240))
+    note(f"conv_silu 2560 channels {kind}", convolved(launch, rows, dtype, 2560))
     note(f"delta_rule 1 and 3 heads of 128 {kind}", advanced(launch, rows, (1, 3, 128, 128), dtype, dtype))
     a, b, a_log, dt_bias = gate_inputs(11, 48, dtype)
     decay, _ = launch.delta_gates(a, b, a_log, dt_bias, None)

@@ -17,9 +17,13 @@ KEY_HEADS, VALUE_HEADS = 1, 2
 def saved_hybrid(
     folder: Path, *, layers: int = 4, head_dim: int = 256, linear_dim: int = 128, key_heads: int = KEY_HEADS,
     value_heads: int = VALUE_HEADS, seed: int = 0, full: tuple[int, ...] = (3,), inner: int = 96,
-    context: int = 512,
+    context: int = 512, a_log: float = 0.0,
 ) -> Path:
-    """Save a float32 Qwen3.5 with 2 query heads for each of 2 KV heads. full: layers of attention."""
+    """Save a float32 Qwen3.5 with 2 query heads for each of 2 KV heads.
+
+    full: layers of attention.
+    a_log: mean of A_log. With 0 a state forgets within a few tokens, with -6 within about a thousand.
+    """
     kinds = ["full_attention" if layer in full else "linear_attention" for layer in range(layers)]
     config: dict[str, Any] = {
         "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": HIDDEN, "intermediate_size": inner,
@@ -58,7 +62,8 @@ def saved_hybrid(
                 "linear_attn.in_proj_z.weight": normal(values, HIDDEN),
                 "linear_attn.in_proj_a.weight": normal(value_heads, HIDDEN),
                 "linear_attn.in_proj_b.weight": normal(value_heads, HIDDEN),
-                "linear_attn.conv1d.weight": around(0.3, channels, 1, 4), "linear_attn.A_log": around(0, value_heads),
+                "linear_attn.conv1d.weight": around(0.3, channels, 1, 4),
+                "linear_attn.A_log": around(a_log, value_heads),
                 "linear_attn.dt_bias": around(-1, value_heads), "linear_attn.norm.weight": around(1, linear_dim),
                 "linear_attn.out_proj.weight": normal(HIDDEN, values)}
         tensors |= {f"model.layers.{layer}.{name}": tensor for name, tensor in own.items()}

@@ -302,7 +302,7 @@ def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, form: str, s
 def test_hybrid_context_of_8000_tokens_is_as_near_the_cpu_as_a_short_one(tmp_path: Path) -> None:
     """A prompt in chunks of 512 tokens, in the device's dtypes. Errors of a state in bfloat16 do not add up."""
     length, chunk, part = 8000, 512, 1000
-    saved_hybrid(tmp_path, layers=2, full=(1,), context=8192)
+    saved_hybrid(tmp_path, layers=2, full=(1,), context=8192, a_log=-6)
     prompt, reports = ids_of(length, 5), []
     for runner in (load(tmp_path, dtype="bfloat16", max_num_batched_tokens=chunk, max_num_seqs=2, **MEMORY),
                    on_cpu(tmp_path, max_num_batched_tokens=chunk)):

@@ -13,10 +13,12 @@ from npuserve.cli.acceptance import reference
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.cli.acceptance.model import check_tokens
 from npuserve.cli.acceptance.reference import load_reference
+from npuserve.kernels.registry import KERNELS
 from npuserve.npu import backends
 from npuserve.npu.backends.base import DeviceSettings
 from npuserve.npu.backends.cuda import backend as cuda_backend
 from npuserve.npu.backends.cuda import graphs as cuda_graphs
+from npuserve.npu.backends.cuda.backend import CudaBackend
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import slot_bytes
@@ -142,6 +144,52 @@ def test_slot_is_copied_by_one_call_for_all_layers(tmp_path: Path, monkeypatch: 
         answers.append(runner.collect(runner.launch(step)).token_ids)
     assert copied == [2, 2]
     assert answers[1][1] == answers[1][2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("length", [1000, 8000])
+def test_long_context_equals_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """A prompt in chunks of 512 tokens and a decode row after it: log-probabilities, windows and states are the CPU's.
+
+    Triton's interpreter takes milliseconds for each program. So only kernels that read a row's context are Triton's;
+    of 8,000 tokens attention and convolution are for the decode row alone, and the rule is for all of them.
+    """
+    own = {name: kernel.golden for name, kernel in KERNELS.items()
+           if "cuda" in kernel.implementations and name != "gated_delta_rule" and not kernel.optional}
+
+    def launched(name: str) -> Any:
+        launch = KERNELS[name].implementations["cuda"].function
+        return lambda x, *others: (launch if length == 1000 or len(x) == 1 else own[name])(x, *others)
+
+    by_context = {name: launched(name) for name in ("causal_conv_silu", "paged_attention")}
+    monkeypatch.setattr(CudaBackend, "own_kernels", own | by_context)
+    chunk = 512
+    model = hybrid(max_position_embeddings=8192, linear_num_value_heads=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.fill_(-6)  # states forget within a thousand tokens, not within a few
+    folder = saved(model, tmp_path)
+    prompt, found = ids_of(length, 5), []
+    for runner in both(folder, max_num_batched_tokens=chunk, max_model_len=8192, kv_cache_memory=16 << 20,
+                       capture="off"):
+        blocks = list(range(-(-(length + 1) // 16)))
+        new = [NewRequest(1, prompt, [], SamplingParams(temperature=0.0, logprobs=5))]
+        for first in range(0, length, chunk):
+            row = Row(1, prompt[first : first + chunk], first, blocks, first + chunk >= length, state_slot=0)
+            result = runner.collect(runner.launch(Step([row], new)))
+            new = []
+        following = runner.collect(runner.launch(Step([Row(1, [7], length, blocks, True, state_slot=0)])))
+        found.append([[reports.logprobs[1][0] for reports in (result, following)],
+                      [tensor[0].clone() for tensor in runner._store.fixed]])
+    (cuda, cuda_states), (cpu, cpu_states) = found
+    assert [report.top_ids for report in cuda] == [report.top_ids for report in cpu]
+    for got, expected in zip(cuda, cpu, strict=True):
+        torch.testing.assert_close(
+            torch.tensor(got.top_logprobs), torch.tensor(expected.top_logprobs), rtol=1e-4, atol=1e-4)
+    for state, expected_state in zip(cuda_states, cpu_states, strict=True):
+        torch.testing.assert_close(state, expected_state, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("quantized", ["blocks", "int8 cache and head"])
