@@ -56,9 +56,11 @@ class DeltaKernels:
 
     def has_operators(self, sizes: Sequence[int], dtype: torch.dtype, state_dtype: torch.dtype) -> bool:
         """Return True if the operators compute both decode rows and chunks. sizes: of `DeltaOperators.can_recur`."""
+        if dtype != state_dtype:
+            return False
         key_heads, value_heads, key_dim, value_dim = sizes
         operators = self.operators(dtype)
-        return (dtype == state_dtype and operators.can_recur(key_heads, value_heads, key_dim, value_dim)
+        return (operators.can_recur(key_heads, value_heads, key_dim, value_dim)
                 and operators.can_chunk(key_heads, value_heads, key_dim, value_dim))
 
     def has_rule(self, sizes: Sequence[int], dtype: torch.dtype, state_dtype: torch.dtype) -> bool:
@@ -71,11 +73,10 @@ class DeltaKernels:
             return
         self._logged.add(key)
         log.warning(
-            "linear attention of %d heads of keys and %d of values, of %d and %d numbers, with activations in %s and "
-            "states in %s, is not computed by both operators of CANN: %s", *key,
-            "a Triton kernel advances the rows of the others token by token"
-            if self.has_rule(sizes, dtype, state_dtype) else
-            "torch's operators advance the rows of the others token by token, and steps with chunks are not captured")
+            "CANN's operators do not compute all of linear attention with %d heads of keys and %d of values, of %d and "
+            "%d numbers, with activations in %s and states in %s: %s", *key,
+            "a Triton kernel computes the rest, token by token" if self.has_rule(sizes, dtype, state_dtype) else
+            "torch's operators compute the rest, token by token, and steps with chunks are not captured")
 
     def gated_delta_rule(
         self, qkv: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor,
