@@ -268,16 +268,16 @@ def served_model(
     config: ServerConfig, folder: Path, backend: Backend, prefill: Backend | None, shard: Shard
 ) -> ModelConfig:
     """Return the configuration of the model as it is served, with what drafts tokens. Raises as `load_runner` does."""
-    from npuserve.npu.execution.load import check_draft_device, possible_mtp, with_draft
+    from npuserve.npu.execution.load import check_draft_device, drafting_config, possible_mtp, with_draft
     from npuserve.npu.model.config import ModelConfig
 
     draft = draft_folder(config)
-    check_draft_device(draft, backend, prefill)
-    mtp = possible_mtp(MTP_SETTINGS.get(config.speculate, "off"), backend, prefill)
+    check_draft_device(draft, prefill)
+    mtp = possible_mtp(MTP_SETTINGS.get(config.speculate, "off"), prefill)
     can = backend.capabilities
     model = ModelConfig.from_folder(folder, config.lm_head_dtype, task=config.task, float8=can.float8,
                                     int4=can.int4, mtp=mtp).sharded(shard)
-    return with_draft(model, draft, backend)
+    return drafting_config(with_draft(model, draft, backend), backend, config.dtype, config.kv_cache_dtype, mtp)
 
 
 def memory_plan(

@@ -6,6 +6,7 @@ scheduler can use these types.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -96,6 +97,11 @@ class Row(msgspec.Struct, frozen=True):
     pools: bool = False
     next_id: int = 0
     predicts: int = 0
+
+    @property
+    def drafts(self) -> list[int]:
+        """Drafts that the row computes, its last tokens."""
+        return self.token_ids[len(self.token_ids) - self.samples + 1 :] if self.samples else []
 
     @property
     def num_positions(self) -> int:
@@ -216,14 +222,16 @@ class StepResult:
         drafts = self.drafts.get(row.request_id)
         if not drafts:
             return []
-        valid = 1
-        verified = row.token_ids[len(row.token_ids) - row.samples + 1 :]
-        for draft, sample in zip(verified, self.token_ids[row.request_id], strict=False):
-            if draft != sample:
-                break
-            valid += 1
-        return drafts if count == valid else []
+        return drafts if count == 1 + num_right(row.drafts, self.token_ids[row.request_id]) else []
 
 
 class LostStep(RuntimeError):
     """The device dropped a step without an error, so that its results are missing. The engine must start again."""
+
+
+def num_right(drafts: Sequence[int], samples: Sequence[int]) -> int:
+    """Return the number of drafts before the first that differs from its sample."""
+    for number, (draft, sample) in enumerate(zip(drafts, samples, strict=False)):
+        if draft != sample:
+            return number
+    return len(drafts)

@@ -53,7 +53,7 @@ def _bind_lengths(lib: ctypes.CDLL) -> None:
     lib.npuserve_lengths_call_bytes.restype = integer
     lib.npuserve_lengths_open.argtypes = (pointer, pointer, made)
     lib.npuserve_lengths_add.argtypes = (pointer, pointer, integer, made)
-    lib.npuserve_lengths_put.argtypes = (pointer, pointer, pointer, integer, pointer, integer)
+    lib.npuserve_lengths_put.argtypes = (pointer, pointer, pointer, integer, pointer, integer, integer)
     lib.npuserve_lengths_put.restype = None
     lib.npuserve_lengths_replayed.argtypes = (pointer, pointer, pointer)
     lib.npuserve_lengths_wait.argtypes = (pointer, integer, ctypes.c_char_p, integer)

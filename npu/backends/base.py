@@ -48,6 +48,9 @@ class CaptureError(BackendError):
     next_mode: CaptureMode = "off"
 
 
+RowLengths = tuple[Sequence[int], Sequence[int]]
+"""Context lengths of a batch's rows, and cumulative tokens of the rows from 0 on."""
+
 T = TypeVar("T")
 Result = TypeVar("Result", covariant=True)
 
@@ -102,12 +105,13 @@ class Captured(Protocol):
         """
 
     def replay(
-        self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()
+        self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = (), further: Sequence[RowLengths] = ()
     ) -> torch.Tensor:
         """Run the step. Return the first `rows` rows of its output, [rows, ...], valid until the next replay.
 
         context_lens: lengths of all size(rows) rows, for devices whose attention reads lengths from the host.
         cu_seqlens: cumulative tokens of the rows from 0 on. Read only by a step captured for any batch.
+        further: lengths of the batches that the step computes after this one, each with as many rows.
         """
 
     def replay_timed(

@@ -29,7 +29,6 @@ class Capabilities:
     int4_rows: rows of such a weight are a multiple of it.
     w4a8: the kernels multiply weights of 4 bits by int8 activations.
     experts: the kernels support mixtures of experts.
-    predicts: steps support a head or a smaller model that drafts tokens (`Row.predicts`).
     ragged_experts: groups of 4 bits may not divide the columns of an expert.
     widens_routers: the router multiplies by a copy of its weight in float32, which is kept beside other dtypes.
     counts_together: the counters of all layers are added to once a step (`StateStore.count`), not by kernels of each.
@@ -78,7 +77,6 @@ class Capabilities:
     int4_rows: int = 1
     w4a8: bool = False
     experts: bool = False
-    predicts: bool = False
     ragged_experts: bool = True
     widens_routers: bool = False
     counts_together: bool = False

@@ -32,6 +32,7 @@ from npuserve.npu.backends.base import (
     DeviceSettings,
     Event,
     Pending,
+    RowLengths,
     T,
 )
 from npuserve.npu.backends.cache_layout import CacheLayout
@@ -165,7 +166,9 @@ class CapturedProgram:
     def size(self, rows: int) -> int:
         return rows
 
-    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> torch.Tensor:
+    def replay(
+        self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = (), further: Sequence[RowLengths] = ()
+    ) -> torch.Tensor:
         return self._program.replay(rows)
 
     def replay_timed(
@@ -267,7 +270,7 @@ class CpuBackend(Backend):
     name = "cpu"
     capabilities = Capabilities(
         dtypes=("float32", "bfloat16"), vocabulary_tile=64, int8_zeros=True, int4=True, w4a8=True, experts=True,
-        block_size=128, cache_dtypes=(torch.int8,), fixed_state=True, predicts=True, collectives="gloo",
+        block_size=128, cache_dtypes=(torch.int8,), fixed_state=True, collectives="gloo",
         shares_memory=True)
 
     def __init__(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
-from npuserve.npu.backends.base import Backend
+from npuserve.npu.backends.base import Backend, RowLengths
+from npuserve.npu.execution.draft_buffers import DraftBuffers, SampledTokens
 from npuserve.npu.execution.masks import Array
 from npuserve.npu.execution.sampling_state import NUM_FLOATS, HostSampling, SamplingInputs
 from npuserve.npu.step import PENDING, Row
@@ -129,6 +130,9 @@ class BatchBuffers:
     num_slots: slots of fixed state, after which padding rows have one of their own; 0 if the model has no such state.
     max_drafts: most drafts of a step; each is one more token to sample.
     has_mtp: the model has a head for multi-token prediction.
+    following: number of tokens after each sample that are computed to draft further ones; None for no such inputs.
+
+    drafting: sections for these tokens; None for none.
 
     `tokens` and `decode` return the memory of the first part, so that a step captured on it reads the inputs uploaded
     last. Before the first upload it holds padding for `decode`, and after `clear` padding for `tokens`. This padding
@@ -138,6 +142,7 @@ class BatchBuffers:
     def __init__(
         self, max_tokens: int, max_rows: int, max_blocks: int, block_size: int, padding_block: int | None,
         backend: Backend, vocabulary: int = 0, num_slots: int = 0, max_drafts: int = 0, *, has_mtp: bool = False,
+        following: int | None = None,
     ):
         self._limits = max_tokens, max_rows, max_blocks
         self._max_samples = max_samples = max_rows + max_drafts
@@ -165,6 +170,10 @@ class BatchBuffers:
         if self._vocabulary:
             sections |= {"penalty_slots": (max_samples, torch.int64), "top_k": (max_samples, torch.int32),
                          "sampling": (NUM_FLOATS * max_samples, torch.float32)}
+        self.drafting = None if following is None else DraftBuffers(
+            following, max_samples, rows + 1, block_size, self._padding_slots if self._host_lengths else None)
+        if self.drafting:
+            sections |= self.drafting.sections
         self._fixed = sum(_aligned(n * dtype.itemsize) for n, dtype in sections.values())
         # Block tables on the device; the uploaded ones are narrower and are copied into it.
         self._tables = backend.empty((rows, max_blocks), torch.int32).fill_(self._padding)
@@ -191,6 +200,9 @@ class BatchBuffers:
         self._at[0]["slots"][:] = first + slots - 1 - np.arange(tokens) % (first + slots)
         if self._vocabulary:
             self.host_sampling(max_samples).clear()
+        if self.drafting:
+            for arrays in self._at:
+                self.drafting.clear(arrays)
         self._device[: self._fixed].copy_(self._hosts[0][: self._fixed])
 
     def decode(self, rows: int) -> Batch:
@@ -232,6 +244,32 @@ class BatchBuffers:
         lengths = [min(max_context, max(0, tokens - max_context * row)) for row in range(rows + 1)]
         return self._batch(0, tokens, rows + 1, rows, [0, *accumulate(lengths)], lengths, 0)
 
+    def sampled_tokens(self, samples: int, following: int, *, is_decode: bool) -> SampledTokens:
+        """Return the first `samples` samples of `decode` or of `tokens`, with `following` tokens after each."""
+        assert self.drafting is not None
+        if is_decode:
+            lengths = [([2 + token] * samples, list(range(samples + 1))) for token in range(following)]
+            return self.drafting.sampled(self._on, self._tables, samples, samples, lengths)
+        attention = self.tokens(samples).attention
+        lengths = [(attention.host_context_lens, attention.host_cu_seqlens_q)] * following
+        return self.drafting.sampled(self._on, self._tables, samples, len(attention.context_lens), lengths)
+
+    def fill_samples(self, part: Part, samples: int, following: int, *, is_decode: bool) -> Sequence[RowLengths]:
+        """Write the samples of a part, the only one of the step that was filled last, for `sampled_tokens`.
+
+        Return the lengths of its rows in the batch of each following token.
+        """
+        assert self.drafting is not None
+        rows = part.padded if is_decode else self._limits[1] + (1 if self._host_lengths else 0)
+        return self.drafting.fill(
+            self._at[self._current], part.rows, self._table, samples, rows, following, pads_rows=is_decode)
+
+    def samples_of(self, lengths: Sequence[RowLengths], samples: int) -> SampledTokens:
+        """Return what `fill_samples` wrote, which returned `lengths`, for kernels that are called one by one."""
+        assert self.drafting is not None
+        rows = len(lengths[0][0]) if lengths else 0
+        return self.drafting.sampled(self._on, self._tables, samples, rows, lengths)
+
     def batch(self, part: Part) -> Batch:
         """Return the batch of a part without padding."""
         rows = len(part.rows)
@@ -242,7 +280,8 @@ class BatchBuffers:
 
     def clear(self) -> None:
         """Make the batch of `tokens` consist of tokens that belong to no row on the device, or of padding."""
-        for name in ("contexts", "cu_seqlens"):
+        of_drafts = ("following_contexts", "following_ends") if self.drafting else ()
+        for name in ("contexts", "cu_seqlens", *of_drafts):
             self._on[name].zero_()
         if self._host_lengths:
             self._on["sample_tokens"].zero_()
@@ -261,6 +300,8 @@ class BatchBuffers:
         beyond = slice(part.tokens, tokens)
         largest = self._limits[1] + (1 if self._host_lengths else 0)
         arrays["ids"][beyond] = arrays["positions"][beyond] = 0
+        if self._has_mtp:
+            arrays["next_ids"][beyond] = 0
         if self._num_slots:
             arrays["state_slots"][rows:largest] = self._num_slots
         if self._host_lengths:
@@ -380,6 +421,8 @@ class BatchBuffers:
         """
         rows = slice(first + begin, first + end)
         arrays["ids"][rows] = arrays["positions"][rows] = 0
+        if self._has_mtp:
+            arrays["next_ids"][rows] = 0
         arrays["slots"][rows] = self._padding_slots[: end - begin]
         if self._num_slots:
             arrays["state_slots"][rows] = self._num_slots

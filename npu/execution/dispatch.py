@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,9 +13,18 @@ from torch import Tensor
 
 from npuserve.kernels.registry import Timings
 from npuserve.kernels.sample import Filters
-from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError, CaptureMode
+from npuserve.npu.backends.base import (
+    Backend,
+    BackendError,
+    Captured,
+    CaptureError,
+    CaptureMode,
+    RowLengths,
+)
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part
 from npuserve.npu.execution.forward import Forward
+from npuserve.npu.execution.predictor import Predictor
+from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.step import Row
 
 log = logging.getLogger(__name__)
@@ -38,11 +47,18 @@ class CapturableSteps:
     Each returns the hidden states. Those that choose tokens write their ids to the beginning of `Forward`'s `last`.
 
     max_samples: tokens that the largest step samples.
+    predictor: drafts tokens by captured steps of its own; None for none.
+    max_depth: most tokens that it drafts after a sample.
     """
 
-    def __init__(self, forward: Forward, buffers: BatchBuffers, max_samples: int):
+    def __init__(
+        self, forward: Forward, buffers: BatchBuffers, max_samples: int, predictor: Predictor | None = None,
+        max_depth: int = 0,
+    ):
         self._forward = forward
         self._buffers = buffers
+        self._predictor = predictor
+        self.depths = range(max_depth + 1) if predictor else range(0)
         self.chosen = min(max_samples, MAX_CHOSEN)
         """Tokens that a step of any rows chooses: those of the rows, and padding."""
 
@@ -78,6 +94,29 @@ class CapturableSteps:
         self._forward.choose_fixed(self._chosen_of(hidden), filters)
         return hidden
 
+    def decode_drafts(self, depth: int, rows: int) -> Tensor:
+        """Draft `depth` tokens after decode rows."""
+        assert self._predictor is not None
+        sampled = self._buffers.sampled_tokens(rows, self.num_following(depth), is_decode=True)
+        return self._predictor.draft_all(self._buffers.decode(rows), sampled, depth)
+
+    def chunks_drafts(self, depth: int, tokens: int) -> Tensor:
+        """Draft `depth` tokens after the samples of a batch of any rows."""
+        assert self._predictor is not None
+        sampled = self._buffers.sampled_tokens(
+            self.drafted_samples(tokens), self.num_following(depth), is_decode=False)
+        return self._predictor.draft_all(self._buffers.tokens(tokens), sampled, depth)
+
+    def num_following(self, depth: int) -> int:
+        """Return the number of tokens after each sample that are computed for `depth` drafts."""
+        assert self._predictor is not None
+        return self._predictor.num_following(depth)
+
+    def drafted_samples(self, tokens: int) -> int:
+        """Return the number of samples after which a captured step of `tokens` tokens drafts."""
+        assert self._buffers.drafting is not None
+        return min(tokens, self._buffers.drafting.most_samples)
+
     def _chosen_of(self, hidden: Tensor) -> Tensor:
         return hidden.index_select(0, self._buffers.sample_tokens(self.chosen))
 
@@ -90,11 +129,13 @@ class CapturedSteps:
         Rows that need logits then take a second product of the LM head.
     argmax: step with the LM head, which chooses argmax tokens.
     sampled: step with LM head and sampler, by the filters that it applies; empty if the sampler is not captured.
+    drafts: step that drafts after the rows are sampled, by the number of drafts after each row; empty if none does.
     """
 
     hidden: Captured | None = None
     argmax: Captured | None = None
     sampled: Mapping[Filters, Captured] = field(default_factory=dict)
+    drafts: Mapping[int, Captured] = field(default_factory=dict)
 
     def choosing(self, *, argmax: bool, filters: Filters | None) -> Captured | None:
         """Return the step that chooses tokens with the fewest filters that include `filters`; None if there is none.
@@ -119,6 +160,22 @@ class Selection:
     captured: Captured
     chooses: bool
     takes_chunks: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Drafting after each sample of a part (`Predictor.draft_all`).
+
+    depth: number of drafts after each sample.
+    samples: number of samples, padding among them.
+    lengths: lengths of the rows in the batch of each token after the samples (`BatchBuffers.fill_samples`).
+    captured: the captured step that drafts; None for kernel by kernel.
+    """
+
+    depth: int
+    samples: int
+    lengths: Sequence[RowLengths]
+    captured: Captured | None
 
 
 class Dispatch:
@@ -153,6 +210,7 @@ class Dispatch:
     ):
         self._buffers = buffers
         self._chosen = steps.chosen
+        self._steps = steps
         self._pads = backend.capabilities.padding_blocks > 0
         self._capture_mode = capture_mode
         self._captures_chunks = capture_chunks
@@ -196,21 +254,33 @@ class Dispatch:
                 backend, steps.decode_sampled, each_filters, max_rows, decode=True, may_drop=may_drop)
         elif self._pads:
             hidden = backend.capture(steps.decode, max_rows, decode=True)
-        decodes = CapturedSteps(hidden, argmax, sampled)
+        drafts: Mapping[int, Captured] = {}
+        if self._captures_chunks:
+            drafts = self._capture_drafts(backend, steps.decode_drafts, steps.depths, max_rows, decode=True)
+        decodes = CapturedSteps(hidden, argmax, sampled, drafts)
         if self._pads:
             self._buffers.clear()
         if self._pads and not self._captures_chunks:
             return decodes, CapturedSteps()
         max_tokens = self._buffers.most_tokens
+        drafts = self._capture_drafts(backend, steps.chunks_drafts, steps.depths, max_tokens, decode=False)
         if not has_sampler:
-            return decodes, CapturedSteps(backend.capture(steps.chunks, max_tokens, decode=False))
+            return decodes, CapturedSteps(backend.capture(steps.chunks, max_tokens, decode=False), drafts=drafts)
         argmax = backend.capture(steps.chunks_argmax, max_tokens, decode=False)
         hidden = argmax or backend.capture(steps.chunks, max_tokens, decode=False)
         if decodes.sampled:
             filtering = [filters for filters in each_filters if filters is not Filters.NONE]
             sampled = self._capture_sampler(
                 backend, steps.chunks_sampled, filtering, max_tokens, decode=False, may_drop=may_drop)
-        return decodes, CapturedSteps(hidden, argmax, sampled)
+        return decodes, CapturedSteps(hidden, argmax, sampled, drafts)
+
+    @staticmethod
+    def _capture_drafts(
+        backend: Backend, step: Callable[[int, int], Tensor], depths: Iterable[int], largest: int, *, decode: bool
+    ) -> dict[int, Captured]:
+        """Capture a step that drafts, for each of `depths`. Raises CaptureError."""
+        captured = {depth: backend.capture(partial(step, depth), largest, decode=decode) for depth in depths}
+        return {depth: graphs for depth, graphs in captured.items() if graphs is not None}
 
     def _capture_sampler(
         self, backend: Backend, step: Callable[[Filters, int], Tensor], each_filters: Sequence[Filters], largest: int,
@@ -306,6 +376,46 @@ class Dispatch:
         if selection is not None and self._pads and selection.takes_chunks:
             self._buffers.pad(part, selection.captured.size(part.tokens))
         return selection
+
+    def drafting(self, part: Part, selection: Selection | None) -> Drafting:
+        """Plan the drafts after each sample of a part, and write their inputs. Only the first part of a step has some.
+
+        Steps with too many samples have none (`DraftBuffers.most_samples`).
+
+        selection: the step that computes the part.
+        """
+        assert self._buffers.drafting is not None
+        samples = len(part.samples)
+        depth = max(row.predicts for row in part.rows)
+        if part.first or samples > self._buffers.drafting.most_samples:
+            depth = 0
+        if depth not in self._steps.depths:
+            raise ValueError(f"{depth} drafts after a row, where at most {self._steps.depths[-1]} are possible")
+        captured: Captured | None = None
+        is_decode = selection is not None and not selection.takes_chunks
+        if selection is not None:
+            captured = (self.decodes if is_decode else self.chunks).drafts.get(depth)
+        if not depth:
+            return Drafting(0, samples, [], captured)
+        if captured is not None:
+            size = captured.size(part.tokens)
+            samples = size if is_decode else self._steps.drafted_samples(size)
+        lengths = self._buffers.fill_samples(
+            part, samples, self._steps.num_following(depth), is_decode=is_decode and captured is not None)
+        return Drafting(depth, samples, lengths, captured)
+
+
+def replaced_kernels(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> set[str]:
+    """Return the kernels of a model that are computed without the device's operators."""
+    return {kernel for layer in config.local_layers for kernel, sizes in layer.operator_sizes.items()
+            if backend.lacks_operator(kernel, sizes, dtype)}
+
+
+def captures_chunks(config: ModelConfig, backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
+    """Return True if a device that captures steps also captures those of any rows, such as rows with drafts."""
+    return backend.captures_chunks(cache_dtype) and not any(
+        backend.reads_host_lengths(kernel, sizes, dtype) for layer in config.local_layers
+        for kernel, sizes in layer.operator_sizes.items())
 
 
 def _is_usable(backend: Backend) -> bool:

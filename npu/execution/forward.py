@@ -11,6 +11,7 @@ from npuserve.kernels.sample import Filters
 from npuserve.npu.execution.batch import Batch, BatchBuffers
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.masks import RowMasks
+from npuserve.npu.execution.predictor import Predictor
 from npuserve.npu.execution.sampler import Logprobs, RowPlan, Sampler
 from npuserve.npu.execution.state_store import StateStore
 
@@ -21,19 +22,27 @@ class Forward:
     last: [R] int64, the ids that the last step sampled. The PENDING tokens of a batch refer to them, and each method
         that chooses tokens writes them, from index `first` on.
     buffers: sampling parameters of `sample_fixed`.
+    predictor: keeps what it drafts from (`Predictor.keep`); None if it drafts from nothing that a step keeps.
     """
 
-    def __init__(self, model: Model, store: StateStore, sampler: Sampler, buffers: BatchBuffers, last: Tensor):
+    def __init__(
+        self, model: Model, store: StateStore, sampler: Sampler, buffers: BatchBuffers, last: Tensor,
+        predictor: Predictor | None = None,
+    ):
         self._model = model
         self._store = store
         self._sampler = sampler
         self._buffers = buffers
         self._last = last
+        self._predictor = predictor
 
     def hidden(self, batch: Batch) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm."""
         ids = self._model.kernels.take_ids(batch.ids, self._last)
-        return self._model.hidden(replace(batch, ids=ids), self._store)
+        hidden = self._model.hidden(replace(batch, ids=ids), self._store)
+        if self._predictor is not None:
+            self._predictor.keep(ids, hidden)
+        return hidden
 
     def choose_argmax(self, hidden: Tensor, first: int = 0, masks: RowMasks | None = None) -> None:
         """Choose the argmax token of each row of hidden [R, H]."""

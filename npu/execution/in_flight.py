@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 from torch import Tensor
@@ -15,12 +16,12 @@ from torch.profiler import record_function
 from npuserve.kernels.registry import HostSpan, Span, Timings
 from npuserve.npu.backends.base import Event, Pending
 from npuserve.npu.execution.batch import Part
-from npuserve.npu.execution.dispatch import Selection
+from npuserve.npu.execution.dispatch import Drafting, Selection
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
 from npuserve.npu.execution.predictor import DraftedRows, Drafts
 from npuserve.npu.execution.sampler import Logprobs, Plan, Put
-from npuserve.npu.step import LostStep, NewRequest, Phase, Step, StepResult
+from npuserve.npu.step import LostStep, NewRequest, Phase, Row, Step, StepResult, num_right
 
 MISSING = -1
 """Id in the place of one that is not yet on the host."""
@@ -59,7 +60,8 @@ class Work:
     first: index of its first token among the tokens that the step samples.
     selection: the captured step that computes it; None for kernel by kernel, or if the host does.
     pooled: None if no row pools.
-    drafted: None if no tokens are drafted after its rows.
+    drafted: None if no tokens are drafted after its rows, or if they are drafted after each sample.
+    drafting: None if no tokens are drafted after each sample.
     """
 
     part: Part
@@ -69,6 +71,7 @@ class Work:
     prompt: list[PromptRows]
     pooled: PooledRows | None = None
     drafted: DraftedRows | None = None
+    drafting: Drafting | None = None
 
     @property
     def needs_all_hidden(self) -> bool:
@@ -115,7 +118,8 @@ class StepOutput:
         """Wait for the copies to the host, and return the result of the step. Raises LostStep if ids are missing."""
         assert self.fetched
         self.fetched.wait()
-        ids: list[int] = launched.ids.tolist()
+        ids: list[int]
+        ids, *drafts_by_depth = launched.ids.tolist()
         if MISSING in ids:
             raise LostStep("the device has dropped a step, after a failure that it did not report")
         result = StepResult(
@@ -133,6 +137,10 @@ class StepOutput:
         for requests, drafts in self.drafted:
             for request_id, token_id in zip(requests, drafts.tolist(), strict=True):
                 result.drafts.setdefault(request_id, []).append(token_id)
+        if drafts_by_depth:
+            for row, first in launched.predicting:
+                last_valid = first + num_right(row.drafts, ids[first:])
+                result.drafts[row.request_id] = [drafts[last_valid] for drafts in drafts_by_depth[: row.predicts]]
         return result
 
 
@@ -141,15 +149,19 @@ class LaunchedStep:
     """Launched step. `Runner.collect` takes it once.
 
     requests: request of each sampled token, in order.
-    ids: their sampled ids [n] int64 on the host; MISSING before the device has written them.
+    ids: [1 + D, n] int64 on the host: their sampled ids, and D drafts after each sample. MISSING before the device has
+        written them.
     output: None if the step has no rows, or while part of its work is not queued.
     record: records the collected step for a profile, called with (device seconds, results); None without a profile.
+    predicting: rows after which tokens are drafted, and the first sampled token of each; used if there are drafts after
+        each sample.
     """
 
     requests: list[int]
     ids: Tensor
     output: Pending[StepOutput] | None = None
     record: Callable[[float, StepOutput], None] | None = None
+    predicting: list[tuple[Row, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -281,3 +293,9 @@ def prompt_rows(
             rows.append(
                 PromptRows(row.request_id, begin, put(np.array(following)), request.sampling.prompt_logprobs))
     return rows
+
+
+def predicting_rows(rows: Sequence[Row]) -> list[tuple[Row, int]]:
+    """Return the rows after which tokens are drafted, and the first sampled token of each."""
+    firsts = accumulate((row.samples for row in rows), initial=0)
+    return [(row, first) for row, first in zip(rows, firsts, strict=False) if row.predicts]

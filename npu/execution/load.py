@@ -25,6 +25,7 @@ from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend, BackendError, CaptureMode, DeviceSettings
 from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
+from npuserve.npu.execution.dispatch import captures_chunks
 from npuserve.npu.execution.memory_plan import MeasuredMemory, MemoryPlan, mib, predict, rotary_bytes
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import block_bytes
@@ -66,14 +67,14 @@ def load_runner(
     memory: SharedMemory | None = None, cpu: CpuKernelSettings = AUTO, capture: CaptureMode = "auto",
     capture_chunks: bool = True, cpu_binding: Literal["auto", "off"] = "off", group: Group | None = None,
     max_drafts: int = 0, task: TaskSetting = "auto", expert_parallel: bool = False, mtp: MtpSetting = "off",
-    draft: Path | str = "", kv_offload_memory: int = 0,
+    draft: Path | str = "", draft_depth: int = 3, kv_offload_memory: int = 0,
 ) -> Runner:
     """Load the model in `folder`. Zeros select the default of `predict`, whose plan is followed.
 
     backend, emulate: see `select`.
     threads, state_dtype, decode_buckets, int8_levels, capture (capture_mode), capture_chunks: see `DeviceSettings`.
     prefill_device, lm_head_dtype, task, mtp: see `select_prefill`, `ModelConfig`, `read_pooling` and `possible_mtp`.
-    kernel_sampling, observe, max_drafts, kv_offload_memory: see `Runner`.
+    kernel_sampling, observe, max_drafts, draft_depth, kv_offload_memory: see `Runner`.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
         group has its own.
@@ -93,10 +94,10 @@ def load_runner(
         int8_levels=int8_levels)
     device, host = open_devices(backend, emulate, prefill_device, settings, ranks=num_ranks)
     _preflight(device, num_ranks)
-    check_draft_device(draft, device, host)
-    mtp = possible_mtp(mtp, device, host)
+    check_draft_device(draft, host)
+    mtp = possible_mtp(mtp, host)
     config = _config(folder, lm_head_dtype, task, device, group, expert_parallel=expert_parallel, mtp=mtp)
-    config = with_draft(config, draft, device)
+    config = drafting_config(with_draft(config, draft, device), device, dtype, kv_cache_dtype, mtp)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
@@ -120,7 +121,7 @@ def load_runner(
     build = partial(
         Runner, device, weights, config, block_size=plan.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, ranks=ranks,
-        max_drafts=max_drafts, draft=drafting)
+        max_drafts=max_drafts, draft=drafting, draft_depth=draft_depth)
     if measures:
         length = max_model_len or config.context_length
         measured = _measured(device, config, weights, build, plan, length, max_num_batched_tokens)
@@ -155,11 +156,10 @@ def _config(
         folder, lm_head_dtype, task=task, float8=can.float8, int4=can.int4, mtp=mtp).sharded(shard)
 
 
-def check_draft_device(draft: Path | str, device: Backend, host: Backend | None) -> None:
-    """Raise BackendError if there is a smaller model that drafts, and the device cannot compute its drafts."""
-    if draft and (host is not None or not device.capabilities.predicts):
-        where = f"with prompts computed on {host.name} (prefill_device)" if host else f"on {device.name}"
-        raise BackendError(f"speculate: a model that drafts is not possible {where}; possible are off, auto and suffix")
+def check_draft_device(draft: Path | str, host: Backend | None) -> None:
+    """Raise BackendError if there is a smaller model that drafts, and prompts are computed on the host."""
+    if draft and host is not None:
+        raise BackendError(f"speculate: a model that drafts is not possible {_with_prompts_on(host)}")
 
 
 def with_draft(config: ModelConfig, draft: Path | str, device: Backend) -> ModelConfig:
@@ -178,17 +178,39 @@ def _load_draft(
     return load_weights(folder, config.draft, dtype, device, progress) if config.draft else None
 
 
-def possible_mtp(setting: MtpSetting, device: Backend, host: Backend | None) -> MtpSetting:
-    """Return the setting of the MTP head where the device, and the host for the prompts, can compute it.
+def possible_mtp(setting: MtpSetting, host: Backend | None) -> MtpSetting:
+    """Return the setting of the MTP head, which does not draft if prompts are computed on the host.
 
-    "auto" is "off" elsewhere. Raises BackendError for "on".
+    "auto" is "off" there. Raises BackendError for "on".
     """
-    if setting == "off" or (device.capabilities.predicts and host is None):
-        return setting
-    if setting == "on":
-        where = f"with prompts computed on {host.name} (prefill_device)" if host else f"on {device.name}"
-        raise BackendError(f"speculate: mtp is not possible {where}; possible are off, auto and suffix")
-    return "off"
+    if setting == "on" and host is not None:
+        raise BackendError(f"speculate: mtp is not possible {_with_prompts_on(host)}")
+    return setting if host is None else "off"
+
+
+def _with_prompts_on(host: Backend) -> str:
+    return f"with prompts computed on {host.name} (prefill_device); possible are off, auto and suffix"
+
+
+def drafting_config(
+    config: ModelConfig, device: Backend, dtype: str, kv_cache_dtype: str, mtp: MtpSetting
+) -> ModelConfig:
+    """Return the configuration without an MTP head where the device captures decode rows and not rows with drafts.
+
+    Raises BackendError there for `mtp` "on", and for a smaller model that drafts.
+    """
+    if not (config.mtp or config.draft) or device.settings.capture_mode == "off" or not (
+            device.capabilities.padding_blocks):
+        return config
+    resolved: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
+    if captures_chunks(config, device, resolved, device.cache_dtype(kv_cache_dtype, resolved)):
+        return config
+    if config.draft or mtp == "on":
+        what = "a model that drafts" if config.draft else "mtp"
+        raise BackendError(f"speculate: {what} is not possible on {device.name} with this model and kv_cache_dtype "
+                           f"{kv_cache_dtype}: rows with drafts are not captured, and would take much longer than "
+                           "decode rows; possible are off and auto")
+    return config.without_mtp()
 
 
 def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:

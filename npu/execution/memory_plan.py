@@ -447,7 +447,7 @@ GOLDEN_HIDDEN_COPIES = 2
 
 MTP_COPIES = 7
 """Tensors [T, H] that the MTP head holds beside the model's: its two inputs, their norms, these two in one tensor, and
-their product."""
+their product. Where it is captured, the model's hidden states are copied for it."""
 
 
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
@@ -455,7 +455,8 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
     hidden = config.hidden_size
     layers = list(dict.fromkeys(config.local_layers))
     summed = 0 if backend.capabilities.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
-    of_mtp = MTP_COPIES * tokens * hidden * itemsize if config.mtp else 0
+    mtp_copies = MTP_COPIES + (1 if backend.capabilities.padding_blocks else 0)
+    of_mtp = mtp_copies * tokens * hidden * itemsize if config.mtp else 0
     linears = storage.layer_matrices(config)
     if not _has_own(backend, paged_attention):
         # The largest layer, beside the residual and its norm.

@@ -23,6 +23,10 @@ changes.
 
 A smaller model has keys and values of its own, in the same blocks. It computes all tokens of a step, then the sample
 after the last right draft, and each draft but the last.
+
+`draft` takes the rows' valid tokens together, of which the host does not know the positions. Where steps are captured,
+`draft_all` drafts after each sample as if it were the last valid one (draft_buffers.py), from memory at fixed
+addresses.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from torch import Tensor
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.npu.execution.batch import Batch, Part
 from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.draft_buffers import SampledTokens
 from npuserve.npu.execution.sampler import Put
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.weights import MtpWeights
@@ -77,13 +82,28 @@ class Predictor(ABC):
     model: layers that compute the drafts, with an LM head.
     store: their keys and values.
     last: ids that the latest step sampled.
+    ids: [D, S] int64, where `draft_all` writes the 1st, 2nd, ... draft after each sample.
     """
 
-    def __init__(self, model: Model, store: StateStore, block_size: int, last: Tensor) -> None:
+    def __init__(self, model: Model, store: StateStore, block_size: int, last: Tensor, ids: Tensor) -> None:
         self.store = store
         self._model = model
         self._block_size = block_size
         self._last = last
+        self._ids = ids
+
+    @staticmethod
+    @abstractmethod
+    def num_following(depth: int) -> int:
+        """Return the number of tokens after each sample that are computed for `depth` drafts."""
+
+    @abstractmethod
+    def keep(self, ids: Tensor, hidden: Tensor) -> None:
+        """Keep what `draft_all` needs of a batch: its ids [T], and its hidden states [T, H]."""
+
+    @abstractmethod
+    def draft_all(self, batch: Batch, sampled: SampledTokens, depth: int) -> Tensor:
+        """Draft `depth` tokens after each sample of the batch that was kept last. Return what was computed last."""
 
     @abstractmethod
     def prepare(self, batch: Batch) -> None:
@@ -104,6 +124,31 @@ class Predictor(ABC):
     def _choose(self, requests: list[int], hidden: Tensor) -> Drafts:
         return Drafts(requests, self._model.argmax(hidden)[:, 0].contiguous())
 
+    def _choose_all(self, hidden: Tensor, number: int) -> Tensor:
+        """Return the draft after each sample; keep it as the one with this number, from 0 on."""
+        ids = self._ids[number, : len(hidden)]
+        self._model.kernels.keep_ids(self._model.argmax(hidden), ids)
+        return ids
+
+    def _is_valid(self, sampled: SampledTokens) -> Tensor:
+        """Return [S] bool, whether each sample is the last valid one of its row: the first that differs from its
+        draft."""
+        samples = len(sampled.drafts)
+        is_right = (self._last[:samples] == sampled.drafts).to(torch.int32)
+        right_before = is_right.cumsum(0, dtype=torch.int32) - is_right
+        numbers = torch.arange(samples, device=is_right.device) - sampled.begins
+        right_in_row = right_before - right_before.index_select(0, sampled.begins)
+        return torch.logical_and(right_in_row == numbers, is_right == 0)
+
+    def _after_samples(
+        self, batch: Batch, sampled: SampledTokens, is_valid: Tensor, number: int, ids: Tensor
+    ) -> Batch:
+        """Return the batch of the tokens with this number after each sample, from 0 on."""
+        following = sampled.following[number]
+        slots = torch.where(is_valid, following.slots, sampled.padding)
+        return replace(
+            batch, ids=ids, positions=following.positions, slot_mapping=slots, attention=following.attention)
+
     def _following(self, batch: Batch, rows: Tensor, positions: Tensor, ids: Tensor) -> Batch:
         """Return the batch of one token at `positions` of each of `rows`."""
         tables = batch.attention.block_tables[rows]
@@ -120,9 +165,37 @@ class Predictor(ABC):
 class MtpHead(Predictor):
     """Head of the served model, with its embedding and LM head."""
 
-    def __init__(self, model: Model, store: StateStore, block_size: int, last: Tensor, weights: MtpWeights) -> None:
-        super().__init__(model, store, block_size, last)
+    def __init__(
+        self, model: Model, store: StateStore, block_size: int, last: Tensor, ids: Tensor, weights: MtpWeights,
+        hidden: Tensor,
+    ) -> None:
+        """hidden: [T, H], memory for the hidden states of a step."""
+        super().__init__(model, store, block_size, last, ids)
         self._weights = weights
+        self._hidden = hidden
+
+    @staticmethod
+    def num_following(depth: int) -> int:
+        return max(0, depth - 1)
+
+    def keep(self, ids: Tensor, hidden: Tensor) -> None:
+        self._hidden[: len(hidden)].copy_(hidden)
+
+    def draft_all(self, batch: Batch, sampled: SampledTokens, depth: int) -> Tensor:
+        assert batch.next_ids is not None
+        next_ids = self._model.kernels.take_ids(batch.next_ids, self._last)
+        outputs = self.forward(batch, self._hidden[: len(next_ids)], next_ids)
+        if not depth:
+            return outputs
+        outputs = outputs.index_select(0, sampled.tokens)
+        ids = self._choose_all(outputs, 0)
+        if depth == 1:
+            return ids
+        is_valid = self._is_valid(sampled)
+        for number in range(1, depth):
+            outputs = self.forward(self._after_samples(batch, sampled, is_valid, number - 1, ids), outputs, ids)
+            ids = self._choose_all(outputs, number)
+        return ids
 
     def prepare(self, batch: Batch) -> None:
         """Do nothing: the head's input is the model's output."""
@@ -161,6 +234,32 @@ class MtpHead(Predictor):
 
 class DraftModel(Predictor):
     """Smaller model with the same vocabulary."""
+
+    def __init__(
+        self, model: Model, store: StateStore, block_size: int, last: Tensor, ids: Tensor, tokens: Tensor
+    ) -> None:
+        """tokens: [T] int64, memory for the ids of a step."""
+        super().__init__(model, store, block_size, last, ids)
+        self._tokens = tokens
+
+    @staticmethod
+    def num_following(depth: int) -> int:
+        return depth
+
+    def keep(self, ids: Tensor, hidden: Tensor) -> None:
+        self._tokens[: len(ids)].copy_(ids)
+
+    def draft_all(self, batch: Batch, sampled: SampledTokens, depth: int) -> Tensor:
+        kept = replace(batch, ids=self._tokens[: len(batch.positions)])
+        outputs = self._model.hidden(kept, self.store)
+        if not depth:
+            return outputs
+        is_valid = self._is_valid(sampled)
+        ids = self._last[: len(sampled.tokens)]
+        for number in range(depth):
+            following = self._after_samples(batch, sampled, is_valid, number, ids)
+            ids = self._choose_all(self._model.hidden(following, self.store), number)
+        return ids
 
     def prepare(self, batch: Batch) -> None:
         """Compute the keys and values of all tokens of a batch."""

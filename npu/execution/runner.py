@@ -37,7 +37,13 @@ from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
+from npuserve.npu.execution.dispatch import (
+    CapturableSteps,
+    Dispatch,
+    captures_chunks,
+    replaced_kernels,
+    replay,
+)
 from npuserve.npu.execution.expert_balance import ExpertBalance
 from npuserve.npu.execution.forward import Forward
 from npuserve.npu.execution.host_blocks import HostBlocks
@@ -52,6 +58,7 @@ from npuserve.npu.execution.in_flight import (
     WaitingStep,
     Work,
     pooled_rows,
+    predicting_rows,
     prompt_rows,
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
@@ -85,6 +92,7 @@ class Runner:
     recording: record of the steps that are launched now, for a profile; None for none.
     kv_offload_memory: most bytes of host memory for blocks that are evicted from the KV cache; 0 for none.
     draft: weights of a smaller model that drafts tokens, for `ModelConfig.draft`; None for none.
+    draft_depth: most tokens that are drafted after a row where steps are captured as graphs; any number elsewhere.
     host_blocks: the blocks in host memory; None for none.
     predicts: steps can draft tokens (`Row.predicts`): the model has a head for this, or there is a smaller one.
     """
@@ -112,6 +120,7 @@ class Runner:
         num_slots: int = 0,
         max_drafts: int = 0,
         draft: ModelWeights | None = None,
+        draft_depth: int = 0,
         kv_offload_memory: int = 0,
     ):
         self.config = config
@@ -142,9 +151,7 @@ class Runner:
         rows = min(max_num_seqs, max_num_batched_tokens)
         samples = min(rows + max_drafts, max_num_batched_tokens)
         max_drafts = samples - rows
-        operator_sizes = {item for layer in config.local_layers for item in layer.operator_sizes.items()}
-        replaced = {kernel for kernel, sizes in operator_sizes if backend.lacks_operator(kernel, sizes, dtype)}
-        reads_lengths = any(backend.reads_host_lengths(kernel, sizes, dtype) for kernel, sizes in operator_sizes)
+        replaced = replaced_kernels(config, backend, dtype)
         self._kernels = KernelSet(
             backend.kernels, observe, backend.span, own=backend.own_kernels, layer_kernels=config.layer_kernels,
             replaced=replaced)
@@ -152,18 +159,23 @@ class Runner:
         self._store = StateStore.allocate(
             config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
         self.predicts = weights.mtp is not None or draft is not None
+        self._drafts_all = self.predicts and can.padding_blocks > 0
+        depth = draft_depth if self._drafts_all else 0
+        # Ids sampled by the last step, and drafts after each.
+        self._sampled_ids = backend.empty((1 + depth, samples), torch.int64).zero_()
+        self._last = self._sampled_ids[0]
+        self._ids = [backend.host_buffer((1 + depth) * samples, dtype=torch.int64) for _ in range(2)]
+        self._predictor = self._build_predictor(model, draft, num_blocks, max_num_batched_tokens)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(samples, config.vocab_size, backend)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
             num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts,
-            has_mtp=weights.mtp is not None)
-        self._last = backend.empty((samples,), torch.int64).zero_()  # ids sampled by the last step
-        self._ids = [backend.host_buffer(samples, dtype=torch.int64) for _ in range(2)]
+            has_mtp=weights.mtp is not None,
+            following=self._predictor.num_following(depth) if self._predictor and self._drafts_all else None)
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
-        self._predictor = self._build_predictor(model, draft, num_blocks)
         stores = [self._store, *([self._predictor.store] if self._predictor else [])]
         paged = [tensor for store in stores for tensor in store.paged_tensors]
         self.host_blocks = HostBlocks(backend, paged, kv_offload_memory) if kv_offload_memory else None
@@ -172,13 +184,14 @@ class Runner:
             memory += [(prefill[0].memory, tensor) for tensor in self._prefill.tensors]
         self._pages = PagePopulation(memory)
         self._pages.map_first()
-        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last)
+        predictor = self._predictor if self._drafts_all else None
+        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last, predictor)
         # Collectives by torch.distributed cannot be recorded on the CPU.
         is_recordable = ranks.size == 1 or not can.shares_memory or ranks.region is not None
         self._dispatch = Dispatch(
-            backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples), rows,
+            backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples, predictor, depth), rows,
             capture_mode=backend.settings.capture_mode if is_recordable else "off",
-            capture_chunks=backend.captures_chunks(self.cache_dtype) and not reads_lengths, may_drop=ranks.size == 1)
+            capture_chunks=captures_chunks(config, backend, dtype, self.cache_dtype), may_drop=ranks.size == 1)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
@@ -222,8 +235,16 @@ class Runner:
         """Tensors of the KV cache and of the fixed state, those of the head for drafts among them."""
         return [*self._store.tensors, *(self._predictor.store.tensors if self._predictor else ())]
 
-    def _build_predictor(self, model: Model, draft: ModelWeights | None, num_blocks: int) -> Predictor | None:
-        """Return what drafts tokens; None if nothing does. draft: weights of a smaller model."""
+    def _build_predictor(
+        self, model: Model, draft: ModelWeights | None, num_blocks: int, max_tokens: int
+    ) -> Predictor | None:
+        """Return what drafts tokens; None if nothing does.
+
+        draft: weights of a smaller model.
+        max_tokens: tokens of the largest step.
+        """
+        tokens = max_tokens if self._drafts_all else 1  # memory of `keep`, which nothing calls then
+        drafts = self._sampled_ids[1:]
         dtype = model.weights.dtype
 
         def store(config: ModelConfig) -> StateStore:
@@ -232,13 +253,15 @@ class Runner:
 
         if (config := self.config.draft) is not None and draft is not None:
             smaller = Model.of(config, draft, self.max_model_len, self._kernels, self.backend, model.ranks)
-            return DraftModel(smaller, store(config), self.block_size, self._last)
+            kept_ids = self.backend.empty((tokens,), torch.int64).zero_()
+            return DraftModel(smaller, store(config), self.block_size, self._last, drafts, kept_ids)
         head = model.weights.mtp
         tables = model.weights.predictor
         if (config := self.config.predictor) is None or head is None or tables is None:
             return None
         layers = replace(model, config=config, weights=tables)
-        return MtpHead(layers, store(config), self.block_size, self._last, head)
+        kept_hidden = self.backend.empty((tokens, config.hidden_size), dtype).zero_()
+        return MtpHead(layers, store(config), self.block_size, self._last, drafts, head, kept_hidden)
 
     @torch.inference_mode()
     def compute_largest_step(self) -> None:
@@ -276,7 +299,7 @@ class Runner:
         if self.host_blocks is not None and (step.saves or step.loads):
             self.host_blocks.launch(step.saves, step.loads)
         if not step.rows:
-            return LaunchedStep([], self._ids[0][:0])
+            return LaunchedStep([], self._ids[0][:0].view(1, 0))
         if copies := [(row.state_source, row.state_slot) for row in step.rows if row.state_source >= 0]:
             self.backend.enqueue(partial(self._store.copy_slots, copies, self.backend))
         device_rows, host_rows = self._prefill.split(step.rows) if self._prefill else (step.rows, [])
@@ -297,8 +320,11 @@ class Runner:
         phase = step.phase if timed else None
         self._steps += 1
         self._pages.steps_in_flight += 1
-        launched = LaunchedStep(requests, self._ids[self._steps % 2][: len(requests)].fill_(MISSING))
-        last = self._last[: len(requests)]
+        depth = max(work.drafting.depth if work.drafting else 0 for work in works)
+        ids = self._ids[self._steps % 2][: (1 + depth) * len(requests)].fill_(MISSING)
+        launched = LaunchedStep(requests, ids.view(1 + depth, len(requests)))
+        launched.predicting = predicting_rows(staged.parts[0].rows) if depth else []
+        last = self._sampled_ids[: 1 + depth, : len(requests)]
         staged.seal()
         host_work = works.pop() if host_rows else None
         if self._prefill:
@@ -399,20 +425,21 @@ class Runner:
         plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs, drafts)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
         pooled = pooled_rows(part, staged.put)
-        drafted = drafted_rows(part, first, staged.put) if self.predicts else None
+        drafted = drafted_rows(part, first, staged.put) if self.predicts and not self._drafts_all else None
         if is_on_host:
             return Work(part, first, plan, None, prompt, pooled)
         argmax = isinstance(plan, ArgmaxPlan) and not is_constrained
         filters = plan.filters if isinstance(plan, FixedPlan) else None
         selection = self._dispatch.select(part, argmax=argmax, filters=filters)
-        return Work(part, first, plan, selection, prompt, pooled, drafted)
+        drafting = self._dispatch.drafting(part, selection) if self._drafts_all else None
+        return Work(part, first, plan, selection, prompt, pooled, drafted, drafting)
 
     # Work in the device's queue
 
     def _run(self, staged: Staged, works: list[Work], last: Tensor, ids: Tensor, phase: Phase | None) -> StepOutput:
         """Compute a step.
 
-        last: sampled ids on the device, to be copied to `ids` on the host.
+        last: sampled ids and drafts on the device, to be copied to `ids` on the host.
         phase: phase of a step whose kernels are timed; None for other steps.
 
         On a CPU the cores are idle while this waits for the interpreter lock: `launch` prepares as much as possible.
@@ -482,7 +509,7 @@ class Runner:
         selection = work.selection
         if isinstance(work.plan, FixedPlan):
             self._sampler.prepare(work.plan)
-        if self._predictor is not None:
+        if self._predictor is not None and not self._drafts_all:
             self._predictor.prepare(self._buffers.batch(part))
         hidden = replay(selection.captured, part, timings) if selection else None
         if hidden is None or selection is None:
@@ -509,8 +536,16 @@ class Runner:
 
     def _predict(self, work: Work, hidden: Tensor, output: StepOutput) -> None:
         """Draft tokens after a part whose sampled ids are in `_last`, if anything drafts."""
-        if self._predictor is not None:
+        if self._predictor is None:
+            return
+        if (drafting := work.drafting) is None:
             output.drafted += self._predictor.draft(self._buffers.batch(work.part), hidden, work.drafted)
+        elif drafting.captured is not None and not output.timings:
+            part = work.part
+            drafting.captured.replay(part.tokens, part.context_lens, part.cu_seqlens, drafting.lengths)
+        else:
+            sampled = self._buffers.samples_of(drafting.lengths, drafting.samples)
+            self._predictor.draft_all(self._dispatch.batch(work.part, work.selection), sampled, drafting.depth)
 
     def _choose(self, work: Work, hidden: Tensor, output: StepOutput, waiting: WaitingStep | None) -> None:
         part = work.part

@@ -296,6 +296,10 @@ class ModelConfig:
             return replace(self, mtp=())
         return replace(self, ignored=tuple(beginning for beginning in self.ignored if beginning != MTP_PREFIX))
 
+    def without_mtp(self) -> ModelConfig:
+        """Return the configuration without an MTP head, whose tensors are ignored."""
+        return replace(self, mtp=(), ignored=(*self.ignored, MTP_PREFIX)) if self.mtp else self
+
     def _pooling(self, pooling: Pooling, folder: Path) -> ModelConfig:
         """Return the configuration of a model that pools. Some of their checkpoints hold the decoder alone, whose names
         have no prefix."""

@@ -78,4 +78,4 @@ def load_model(
         cpu=CpuKernelSettings(config.cpu_gemm, config.cpu_weights, CpuKernels(**kernels) if kernels else None),
         group=group, expert_parallel=config.expert_parallel,
         max_drafts=max_drafts(config), mtp=MTP_SETTINGS.get(config.speculate, "off"), draft=draft_folder(config),
-        kv_offload_memory=config.kv_offload_memory)
+        draft_depth=config.draft_depth, kv_offload_memory=config.kv_offload_memory)

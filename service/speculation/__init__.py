@@ -29,14 +29,16 @@ nothing but what is drafted. Of a request with both kinds, the likelier drafts a
     step n      decoder ─► samples ─► accepted drafts ─► head ─► drafts of step n + 1
     step n + 1  [ last sample | drafts ] ─► decoder ─► ...
 
-A step is therefore verification and drafting in one queue of work, and a device that captures it needs nothing of the
-host in between: the number of accepted drafts is computed on the device (`Predictor.draft`). Not built: two such steps
-in flight. For these, the ids, positions and slots of step n + 1 would follow from that number on the device too. The
-host would plan the largest positions, for which it has the blocks, and learn one step late how many are valid.
-Attention whose lengths are read from the host, as on Ascend, cannot do so.
+A step is therefore verification and drafting in one queue of work, and a device that captures both, each in one
+dispatch, needs nothing of the host in between: the number of accepted drafts is computed on the device
+(`Predictor.draft`, `Predictor.draft_all`). Not built: two such steps in flight. For these, the ids, positions and slots
+of step n + 1 would follow from that number on the device too. The host would plan the largest positions, for which it
+has the blocks, and learn one step late how many are valid. Attention whose lengths are read from the host, as on
+Ascend, cannot do so.
 
-With `auto` the head drafts while rows wait, and in one of PROBE_STEPS other steps, to measure its acceptance. It is
-computed for all tokens in any case, for its KV cache.
+With `auto` the head drafts while rows wait, as deep as recent steps have computed drafts, since each draft reads the LM
+head. In one of PROBE_STEPS other steps it drafts `depth` tokens, to measure their acceptance. It is computed for all
+tokens in any case, for its KV cache.
 
 Two steps in flight. Drafts need the last token on the host, so a step with drafts is planned when no other step is in
 flight. Either all rows wait for the step before, or none does and there are no drafts (`Speculator.waits`). The rows

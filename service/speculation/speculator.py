@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
@@ -41,7 +42,10 @@ SHORT_PAUSE, LONG_PAUSE = 1, 16
 SHARE_SECONDS = 2.0
 """Seconds over which the share is averaged."""
 PROBE_STEPS = 64
-"""Overlapped steps of which one lets the head draft, so that its acceptance is known: less than 1 % of their time."""
+"""Steps with fewer predicted drafts than `depth`, after which one has all, so that their acceptance is known: less than
+1 % of the time."""
+DEPTH_STEPS = 16
+"""Waiting steps after which one draft less is predicted, if fewer are computed."""
 
 
 class DraftSource(Protocol):
@@ -108,7 +112,8 @@ class Speculator:
         self._balance: float | None = None  # seconds that drafts have saved, less those they have lost; bounded
         self._overlapped = 0  # overlapped steps since the rows last waited
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
-        self._unpredicted = 0  # steps since the head drafted last
+        self._unpredicted = 0  # steps since the head drafted as many tokens as it can
+        self._used_depth = float(depth)  # most drafts of a row in recent waiting steps
         self._share_seconds = 0.0  # recent seconds of steps, and of drafting
         self._share_drafting = 0.0
 
@@ -134,6 +139,7 @@ class Speculator:
         if not self.waits:
             return [0] * len(candidates)
         if not is_beside_prompts:
+            self._used_depth = max(self._used_depth - 1 / DEPTH_STEPS, *counts, 1)
             self._waiting += 1
             if self._waiting >= MAX_WAITING:
                 self._stop_waiting()
@@ -186,10 +192,14 @@ class Speculator:
         self._balance = min(self._balance + seconds, MAX_BALANCE_STEPS * baseline)
 
     def predicts(self) -> int:
-        """Return the number of tokens that a head or a smaller model drafts after each row of the next step."""
-        if not self.waits and self._unpredicted < PROBE_STEPS:
+        """Return the number of tokens that a head or a smaller model drafts after each row of the next step.
+
+        With "auto" no more than recent steps have computed.
+        """
+        depth = 0 if not self.waits else math.ceil(self._used_depth) if self.mode == "auto" else self.depth
+        if depth < self.depth and self._unpredicted < PROBE_STEPS:
             self._unpredicted += 1
-            return 0
+            return depth
         self._unpredicted = 0
         return self.depth
 
@@ -219,6 +229,7 @@ class Speculator:
         elif self.expected_ratio >= MIN_RATIO and balance >= 0.0:
             self.waits = True
             self._waiting = 0
+            self._used_depth = float(self.depth)
         return choice.counts
 
     def _stop_waiting(self) -> None:

@@ -10,9 +10,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from npuserve.service.scheduling.drafting import Drafting
-from npuserve.service.scheduling.sequence import Sequence
-from npuserve.service.speculation.speculator import Mode, Speculator
 from tests.support.benches import bench
 from tests.support.models import LINEAR_LAYERS, PLAIN_W8A8, rounded
 
@@ -49,20 +46,6 @@ def drafts_of(model: PreTrainedModel, head: MtpModel, tokens: list[int], count: 
         ids = torch.tensor([drafts[-1:]])
         positions = positions[:, -1:] + 1
     return drafts
-
-
-class RecordedDrafting(Drafting):
-    """Drafting by a head. drafts: tokens of a request, and what the head drafted after them."""
-
-    def __init__(self, depth: int, max_drafts: int, state_block_size: int = 0, mode: Mode = "mtp") -> None:
-        speculator = Speculator(mode, recomputes=state_block_size > 0, depth=depth)
-        super().__init__(speculator, max_drafts, state_block_size=state_block_size)
-        self.drafts: list[tuple[list[int], list[int]]] = []
-
-    def replace_predicted(self, sequence: Sequence, drafts: list[int]) -> None:  # type: ignore[override]
-        super().replace_predicted(sequence, drafts)
-        if drafts:
-            self.drafts.append((list(sequence.token_ids), drafts))
 
 
 def damped(model: PreTrainedModel) -> PreTrainedModel:

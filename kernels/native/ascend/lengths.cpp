@@ -106,7 +106,8 @@ using Clock = std::chrono::steady_clock;
 struct Update {
     Captured *graph;
     Clock::time_point launched;
-    std::vector<int64_t> contexts, ends;  // without ends, the ends of the capture stay
+    // Of each batch of the graph, which has as many calls as any other. Without ends, the ends of the capture stay.
+    std::vector<std::vector<int64_t>> contexts, ends;
     Handle after;
 };
 
@@ -137,9 +138,13 @@ class Updater {
         return 0;
     }
 
-    void put(Captured *graph, const int64_t *contexts, int64_t rows, const int64_t *ends, int64_t ends_count) {
-        Update update{graph, Clock::now(), {contexts, contexts + rows}, {}, nullptr};
-        if (ends_count) update.ends.assign(ends, ends + ends_count);
+    void put(Captured *graph, const int64_t *contexts, int64_t rows, const int64_t *ends, int64_t ends_count,
+             int64_t batches) {
+        Update update{graph, Clock::now(), {}, {}, nullptr};
+        for (int64_t i = 0; i < batches; i++) {
+            update.contexts.emplace_back(contexts + i * rows, contexts + (i + 1) * rows);
+            if (ends_count) update.ends.emplace_back(ends + i * ends_count, ends + (i + 1) * ends_count);
+        }
         std::unique_lock<std::mutex> hold(lock);
         progress.wait(hold, [&] { return graph->waiting < MARKS - 1; });
         graph->waiting++;
@@ -248,8 +253,9 @@ class Updater {
         const auto &calls = update.graph->calls;
         for (size_t i = 0; i < calls.size(); i++) {
             TRY(begin(stream, calls[i].group), "aclmdlRICaptureTaskUpdateBegin");
-            const auto &ends = update.ends.empty() ? update.graph->ends[i] : update.ends;
-            if (int code = attend(calls[i], update.contexts, ends, said)) {
+            const size_t batch = i * update.contexts.size() / calls.size();
+            const auto &ends = update.ends.empty() ? update.graph->ends[i] : update.ends[batch];
+            if (int code = attend(calls[i], update.contexts[batch], ends, said)) {
                 f.end(stream);
                 return code;
             }
@@ -353,10 +359,11 @@ int npuserve_lengths_add(Updater *updater, const Call *calls, int64_t count, Cap
     return updater->add(calls, count, made);
 }
 
-// Requests the lengths of the graph's next replay. Blocks only while MARKS - 1 of its updates wait.
+// Requests the lengths of the graph's next replay: `contexts` [batches, rows] and `ends` [batches, ends_count]. Blocks
+// only while MARKS - 1 of its updates wait.
 void npuserve_lengths_put(Updater *updater, Captured *graph, const int64_t *contexts, int64_t rows, const int64_t *ends,
-                          int64_t ends_count) {
-    updater->put(graph, contexts, rows, ends, ends_count);
+                          int64_t ends_count, int64_t batches) {
+    updater->put(graph, contexts, rows, ends, ends_count, batches);
 }
 
 // Marks the end of a replay that was just launched on the stream `on`.

@@ -45,11 +45,15 @@ class CapturedGraph:
         """Launch the graph on the current stream."""
         self.graph.replay()
 
-    def update_lengths(self, lengths: Lengths, after: Any) -> None:
-        """Queue the lengths of the next replay through torch_npu, behind the event `after` if it is not None."""
+    def update_lengths(self, lengths: Sequence[Lengths], after: Any) -> None:
+        """Queue the lengths of the next replay through torch_npu, behind the event `after` if it is not None.
+
+        lengths: of each batch of the step. Each batch has as many calls of attention.
+        """
         if after is not None:
             self.graph.graph_dispatch_mode.update_stream.wait_event(after)
-        self.graph.update(cpu_update_input=[dict(lengths)])
+        calls = len(self.records)
+        self.graph.update(cpu_update_input=[dict(lengths[call * len(lengths) // calls]) for call in range(calls)])
 
 
 class LengthUpdates(Protocol):
@@ -67,8 +71,12 @@ class LengthUpdates(Protocol):
     def add(self, graph: CapturedGraph) -> None:
         """Take a graph that was captured just now."""
 
-    def put(self, graph: CapturedGraph, lengths: Lengths) -> None:
-        """Request the lengths of the graph's next replay. Blocks only if MARKS - 1 of its updates wait."""
+    def put(self, graph: CapturedGraph, *lengths: Lengths) -> None:
+        """Request the lengths of the graph's next replay. Blocks only if MARKS - 1 of its updates wait.
+
+        lengths: of each batch that the step computes, one after the other. Each has as many rows and calls of
+            attention.
+        """
 
     def replayed(self, graph: CapturedGraph) -> None:
         """Mark the end of a replay that was launched just now."""

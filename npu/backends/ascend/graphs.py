@@ -25,6 +25,7 @@ from torch import Tensor
 from npuserve.kernels.ascend import BLOCK, LABEL
 from npuserve.kernels.attention import AttentionMetadata, paged_attention
 from npuserve.npu.backends.ascend.captured_graph import CapturedGraph, LengthUpdates, capture
+from npuserve.npu.backends.base import RowLengths
 from npuserve.npu.backends.graphs import Graphs
 
 
@@ -45,16 +46,19 @@ class AscendGraphs(Graphs[CapturedGraph]):
         self._decode = decode
         super().__init__(torch.npu, step, buckets)
 
-    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
+    def replay(
+        self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = (), further: Sequence[RowLengths] = ()
+    ) -> Tensor:
         graph = self._graph(rows)
         if not graph.records:
             graph.replay()
             return graph.output[:rows]
         self._check(graph, context_lens, cu_seqlens)
-        lengths = {"actual_seq_lengths_kv": list(context_lens)}
-        if not self._decode:
-            lengths["actual_seq_lengths"] = list(cu_seqlens[1:])
-        self._lengths.put(graph, lengths)
+        lengths = [(context_lens, cu_seqlens), *further]
+        self._lengths.put(graph, *(
+            {"actual_seq_lengths_kv": list(contexts)} if self._decode else
+            {"actual_seq_lengths_kv": list(contexts), "actual_seq_lengths": list(starts[1:])}
+            for contexts, starts in lengths))
         graph.replay()
         self._lengths.replayed(graph)
         return graph.output[:rows]

@@ -39,7 +39,7 @@ class LengthThread:
     def __init__(self, device: torch.device, stream: Any):
         self._device = device
         self._stream = stream
-        self._queue: SimpleQueue[tuple[CapturedGraph, Lengths, Any, float] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[CapturedGraph, Sequence[Lengths], Any, float] | None] = SimpleQueue()
         self._lags: deque[float] = deque(maxlen=MAX_LAGS)
         self._error: BaseException | None = None
         self.given = 0
@@ -55,7 +55,7 @@ class LengthThread:
     def add(self, graph: CapturedGraph) -> None:
         graph.handle = _Ends([torch.npu.Event() for _ in range(MARKS)])
 
-    def put(self, graph: CapturedGraph, lengths: Lengths) -> None:
+    def put(self, graph: CapturedGraph, *lengths: Lengths) -> None:
         ends: _Ends = graph.handle
         ends.free.acquire()
         self.given += 1

@@ -23,6 +23,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 import torch
@@ -140,12 +141,14 @@ class NativeLengths:
         del keep  # copied
         graph.handle = handle.value
 
-    def put(self, graph: CapturedGraph, lengths: Lengths) -> None:
-        contexts = array("q", lengths["actual_seq_lengths_kv"])
-        ends = array("q", lengths.get("actual_seq_lengths", ()))
+    def put(self, graph: CapturedGraph, *lengths: Lengths) -> None:
+        contexts = array("q", chain.from_iterable(each["actual_seq_lengths_kv"] for each in lengths))
+        ends = array("q", chain.from_iterable(each.get("actual_seq_lengths", ()) for each in lengths))
+        batches = len(lengths)
         self.given += 1
         self._lib.npuserve_lengths_put(
-            self._updater, graph.handle, contexts.buffer_info()[0], len(contexts), ends.buffer_info()[0], len(ends))
+            self._updater, graph.handle, contexts.buffer_info()[0], len(contexts) // batches, ends.buffer_info()[0],
+            len(ends) // batches, batches)
 
     def replayed(self, graph: CapturedGraph) -> None:
         """Record the event directly: a replay empties torch_npu's queue before it launches the graph."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from npuserve.npu.backends.base import RowLengths
 from npuserve.npu.backends.graphs import MAX_TOKENS, Graphs
 
 Replay = Callable[[], Tensor]
@@ -56,7 +57,9 @@ class CudaGraphs(Graphs[Replay]):
         self._pool = pool
         super().__init__(streams, step, buckets)
 
-    def replay(self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = ()) -> Tensor:
+    def replay(
+        self, rows: int, context_lens: Sequence[int], cu_seqlens: Sequence[int] = (), further: Sequence[RowLengths] = ()
+    ) -> Tensor:
         """Run the step. The lengths are not used: attention reads them on the device."""
         return self._graph(rows)()[:rows]
 

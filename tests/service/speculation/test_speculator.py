@@ -9,6 +9,8 @@ import pytest
 
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.drafter import Drafter
+from npuserve.service.speculation.predicted_drafts import PredictedDrafts
+from npuserve.service.speculation.request_drafter import RequestDrafter
 from npuserve.service.speculation.speculator import (
     MAX_ROW_DRAFTS,
     MAX_STEP_DRAFTS,
@@ -167,3 +169,34 @@ def test_suffix_drafts_twice_the_match_within_the_limits() -> None:
     assert speculator.choose(candidates, load, 512) == [0, 6, MAX_ROW_DRAFTS]
     assert speculator.choose([Candidate(drafter, 2) for drafter in drafters], load, 512) == [0, 2, 2]
     assert sum(speculator.choose(candidates, load, 9)) <= 9
+
+
+def test_head_drafts_as_deep_as_its_drafts_pay() -> None:
+    """A token takes 0.3 of a step. Second drafts are seldom right, and after a while all are."""
+    speculator = Speculator("auto", depth=3)
+    drafter = RequestDrafter(None, PredictedDrafts(3, speculator.predicted_rates))
+    chance = random.Random(0)
+    depths: list[int] = []
+    for step in range(1200):
+        predicted = speculator.predicts()
+        drafts = list(range(predicted))
+        drafter.replace_predicted(drafts)
+        candidates, load = [Candidate(drafter, 100)], StepTokens(1, 1)
+        waits = speculator.waits
+        count = min(speculator.choose(candidates, load, 8)[0], predicted) if waits else 0
+        waits = speculator.waits
+        right = 0
+        while right < predicted and chance.random() < (0.95 if step >= 600 or not right else 0.1):
+            right += 1
+        answer = [*drafts[: min(right, count)], drafts[count] if right > count else 99]
+        drafter.extend(answer, 1)
+        seconds = 1.0 + 0.3 * count + (0.05 if waits else 0.0)
+        speculator.step_applied(StepTokens(1, 1 + count, count), len(answer), seconds, is_overlapped=not waits)
+        if waits:
+            depths.append(predicted)
+        else:
+            speculator.review(candidates, load, 8)
+    shallow = depths[len(depths) // 4 : len(depths) // 2 - 20]
+    deep = depths[-100:]
+    assert 0 < shallow.count(3) < 0.1 * len(shallow)
+    assert deep.count(3) > 0.9 * len(deep)

@@ -1,0 +1,182 @@
+"""Heads for multi-token prediction on the emulated Ascend device: captured drafts, and answers without them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npuserve.npu import emulator
+from npuserve.npu.backends.base import BackendError
+from npuserve.npu.execution.runner import Runner
+from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
+from tests.npu.backends.ascend.test_backend import RELAX, load
+from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, from_first, loaded, share
+from tests.npu.backends.hybrid import saved_hybrid
+from tests.npu.backends.mixture import Family, saved_mixture
+from tests.npu.backends.mtp import add_head
+from tests.npu.backends.small import GREEDY, ids_of, saved
+from tests.npu.emulator.child import emulated
+from tests.npu.emulator.ranks import Place, on_ranks
+from tests.support import loop
+from tests.support.recorded_drafting import RecordedDrafting
+
+DEPTH = 3
+MEMORY: dict[str, Any] = {"kv_cache_memory": 64 << 20, "max_drafts": 16, "draft_depth": DEPTH}
+
+
+def on_npu(folder: Path, **settings: Any) -> Runner:
+    return load(folder, decode_buckets=(1, 2, 4), **{**MEMORY, **settings})
+
+
+def on_cpu(folder: Path, **settings: Any) -> Runner:
+    return load(folder, "cpu", block_size=128, threads=1, **{**MEMORY, **settings})
+
+
+def asks(number: int, count: int, **sampling: Any) -> list[loop.Ask]:
+    return [loop.Ask(3 * seed, None, {
+        "prompt_ids": ids_of(5 + 9 * seed, seed), "max_tokens": count + seed, "bypass_prefix_cache": True,
+        "sampling": SamplingParams(seed=seed, **({"temperature": 0.0} | sampling))}) for seed in range(number)]
+
+
+def answered(
+    runner: Runner, requests: list[loop.Ask], depth: int = DEPTH, in_flight: int = 2
+) -> tuple[list[loop.Answer], RecordedDrafting]:
+    """Return the answers with drafts, and the drafts."""
+    drafting = RecordedDrafting(depth, runner.max_drafts, runner.block_size if runner.num_slots else 0)
+    answers, _ = loop.serve(runner, requests, in_flight, 40, 4, 48, drafting=drafting)
+    return answers, drafting
+
+
+def assert_equal_without(folder: Path, requests: list[loop.Ask], **settings: Any) -> None:
+    """Compare tokens and log-probabilities with those of the same device without a head, and drafts with the CPU's."""
+    plain, _ = loop.serve(on_npu(folder, **settings), requests, 2, 40, 4, 48)
+    npu = on_npu(folder, mtp="on", **settings)
+    assert npu.predicts
+    answers, drafting = answered(npu, requests)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    for one, other in zip(answers, plain, strict=True):
+        assert [report.logprob for report in one.logprobs] == pytest.approx(
+            [report.logprob for report in other.logprobs], abs=1e-4)
+    assert 0.1 * drafting.drafted < drafting.accepted < drafting.drafted, (drafting.accepted, drafting.drafted)
+    _, expected = answered(on_cpu(folder, mtp="on", **settings), requests)
+    of_cpu = {tuple(tokens): drafts for tokens, drafts in expected.drafts}
+    compared = [(drafts, of_cpu[tuple(tokens)]) for tokens, drafts in drafting.drafts if tuple(tokens) in of_cpu]
+    assert len(compared) > 10
+    assert max(len(drafts) for drafts, _ in compared) == DEPTH
+    different = [pair for pair in compared if pair[0] != pair[1]]
+    assert len(different) <= len(compared) // 10, different
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "hybrid": {"layers": 2, "full": (1,)}, "dense": {"layers": 2, "full": (0, 1), "head_dim": 128}}
+DAMPING = {"hybrid": 0.1, "dense": 0.3}
+
+
+def saved_with_head(folder: Path, layers: str) -> Path:
+    return add_head(saved_hybrid(folder, **LAYERS[layers]), damping=DAMPING[layers])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 2}, {"temperature": 0.7}], ids=str)
+@pytest.mark.parametrize("layers", LAYERS)
+@emulated(relax=RELAX, poison=True)
+def test_mtp_answers_equal_those_without(tmp_path: Path, layers: str, sampling: dict[str, Any]) -> None:
+    assert_equal_without(saved_with_head(tmp_path, layers), asks(4, 14, **sampling))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@emulated(relax=RELAX, poison=True)
+def test_mtp_answers_of_experts_equal_those_without(tmp_path: Path, family: Family) -> None:
+    assert_equal_without(add_head(saved_mixture(tmp_path, family), damping=0.2), asks(3, 14))
+
+
+@emulated(relax=RELAX, poison=True)
+def test_mtp_answers_without_captures_equal_those_without_a_head(tmp_path: Path) -> None:
+    """Kernel by kernel, the host does not wait for the number of right drafts either."""
+    assert_equal_without(saved_with_head(tmp_path, "hybrid"), asks(3, 14), capture="off")
+
+
+@emulated(relax=RELAX, poison=True)
+def test_mtp_answers_equal_those_without_after_prefix_hits_and_in_few_blocks(tmp_path: Path) -> None:
+    """Rows end at the end of the context, or have no block for drafts after them."""
+    saved_with_head(tmp_path, "dense")
+    long = [loop.Ask(5 * index, None, {"prompt_ids": ids_of(250, index % 2), "max_tokens": 20, "sampling": GREEDY})
+            for index in range(4)]
+    short = [loop.Ask(0, None, {"prompt_ids": ids_of(110, index), "max_tokens": 30, "sampling": GREEDY})
+             for index in range(4)]
+    without = on_npu(tmp_path)
+    npu = on_npu(tmp_path, mtp="on", max_model_len=270)
+    for mode, requests, pool in (("mtp", long, 40), ("mtp", short, 4), ("auto", short, 4)):
+        plain, _ = loop.serve(without, requests, 2, 40, 4, 48)
+        drafting = RecordedDrafting(DEPTH, npu.max_drafts, mode=mode)  # type: ignore[arg-type]
+        answers, scheduler = loop.serve(npu, requests, 2, pool, 4, 48, drafting=drafting)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+        assert scheduler.memory.prefix_hits or pool < 40
+        assert drafting.drafts
+
+
+@emulated(relax=RELAX, poison=True)
+def test_draft_model_answers_equal_those_without(tmp_path: Path) -> None:
+    """A smaller model with the same vocabulary drafts in one dispatch, too."""
+    saved(tmp_path / "model")
+    saved(tmp_path / "draft", layers=1, seed=0)
+    requests = asks(3, 14)
+    plain, _ = loop.serve(on_npu(tmp_path / "model"), requests, 2, 40, 4, 48)
+    drafts = []
+    for runner in (on_npu(tmp_path / "model", draft=tmp_path / "draft"),
+                   on_cpu(tmp_path / "model", draft=tmp_path / "draft")):
+        drafting = RecordedDrafting(DEPTH, runner.max_drafts, mode="model")
+        answers, _ = loop.serve(runner, requests, 2, 40, 4, 48, drafting=drafting)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+        drafts.append(drafting.drafts)
+    assert len(drafts[0]) > 10
+    assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("tokens", [1, 1 + DEPTH])
+@emulated(relax=RELAX)
+def test_mtp_step_is_two_replays(tmp_path: Path, tokens: int) -> None:
+    """One verifies the drafts of a step, and one drafts; the ids and the drafts are one copy."""
+    runner = on_npu(saved_with_head(tmp_path, "hybrid"), mtp="on")
+    rows, here = range(3), threading.get_native_id()
+    runner.collect(runner.launch(Step(
+        [Row(i, [5, 7, 9], 0, [i], 1, state_slot=i, predicts=DEPTH) for i in rows],
+        [NewRequest(i, [5, 7, 9], [], GREEDY) for i in rows])))
+    for step in range(4):
+        runner.backend._lengths.check(runner.backend._lengths.given)  # type: ignore[attr-defined]
+        emulator.clear_calls()
+        result = runner.collect(runner.launch(Step([
+            Row(i, [5] * tokens, 3 + step * tokens, [i], tokens, state_slot=i, predicts=DEPTH) for i in rows])))
+    own = Counter(call.name for call in emulator.calls() if call.thread == here)
+    assert result.captured
+    assert {len(drafts) for drafts in result.drafts.values()} == {DEPTH}
+    assert own["aclmdlRIExecuteAsync"] == 2
+    assert own.total() <= 12, own
+
+
+@emulated(relax=RELAX)
+def test_mtp_with_an_int8_cache_is_refused_by_name(tmp_path: Path) -> None:
+    """Rows of several tokens are not captured there. With `auto`, the head is not loaded."""
+    saved_with_head(tmp_path, "dense")
+    with pytest.raises(BackendError, match="speculate: mtp is not possible on npu with this model and kv_cache_dtype"):
+        on_npu(tmp_path, mtp="on", kv_cache_dtype="int8")
+    assert not on_npu(tmp_path, mtp="auto", kv_cache_dtype="int8").predicts
+
+
+@pytest.mark.slow
+@on_ranks(joined=False, relax=RELAX, environment=SMALL_BUFFER)
+def test_mtp_answers_of_two_ranks_equal_those_of_one_device(place: Place, tmp_path: Path) -> None:
+    """Each rank drafts with its part of the head."""
+    folder = share(place, "model", lambda: add_head(
+        saved_hybrid(tmp_path, layers=2, full=(1,), key_heads=2, value_heads=4)))
+    settings = {"decode_buckets": (1, 4), "mtp": "on", **MEMORY}
+    runner, _ = loaded(place, folder, **settings)
+    answers, drafting = answered(runner, asks(3, 10))
+    one = from_first(place, "answers", lambda: json.dumps(
+        [answer.tokens for answer in answered(load(folder, **settings), asks(3, 10))[0]]))
+    assert [answer.tokens for answer in answers] == json.loads(one)
+    assert 0 < drafting.accepted < drafting.drafted
