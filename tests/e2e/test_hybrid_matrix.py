@@ -69,8 +69,9 @@ def chats() -> list[list[int]]:
 PROMPTS = chats()
 
 in_any_company = pytest.mark.parametrize(("kind", "budget"), [
-    *(("one rank", budget) for budget in (1, 7, 32, 512)), ("two ranks", 32), ("w8a8", 32), ("experts", 7),
-    ("experts", 512), ("experts two ranks", 32)],
+    *(("one rank", budget) for budget in (7, 512)), ("two ranks", 32), ("w8a8", 32), ("experts", 7),
+    ("experts two ranks", 32),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (("one rank", 1), ("one rank", 32), ("experts", 512)))],
     indirect=True, scope="module")
 """Kinds of models, and tokens of a step of the server."""
 
