@@ -136,7 +136,7 @@ class HostBlocks:
             saved, slots = self._saving.popleft()
             saved.wait()
             for slot in slots:
-                if self._unsaved[slot] is saved:
+                if self._unsaved.get(slot) is saved:  # else it is saved again since
                     del self._unsaved[slot]
                     self._checksums[slot] = self._threads.submit(self._checksum, slot)
         max_blocks = max(1, MAX_COPIES // len(self._tensors))

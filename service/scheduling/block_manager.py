@@ -60,10 +60,9 @@ class CacheEvents(Protocol):
 
 
 class EvictedBlocks(Protocol):
-    """Keeper of evicted blocks: host_tier.py."""
+    """Keeper of evicted blocks: host_tier.py. Blocks with a scope, which are used by one call, are not saved."""
 
     def save(self, digest: bytes, block: int) -> None: ...
-    def forget(self, digest: bytes) -> None: ...
     def clear(self) -> None: ...
 
 
@@ -129,6 +128,7 @@ class BlockManager:
         self._index_version = 0  # increases with each change of _by_digest
         self._duplicates: dict[bytes, dict[int, None]] = {}  # used blocks of equal content that are not shared
         self._scopes: dict[int, set[bytes]] = {}  # digests that were registered under each scope; some may be evicted
+        self._scoped: set[bytes] = set()  # all digests in _scopes
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._free = list(range(num_blocks - 1, -1, -1))
 
@@ -254,6 +254,7 @@ class BlockManager:
                     self._release(other)
             elif table.scope:
                 self._scopes.setdefault(table.scope, set()).add(digest)
+                self._scoped.add(digest)
             elif events is not None:
                 start = index * self.block_size
                 events.stored(digest, digests[index - 1] if index else None,
@@ -275,8 +276,7 @@ class BlockManager:
         """Free the cached blocks of a scope whose tables are empty. Nothing for 0."""
         self._index_version += 1
         for digest in self._scopes.pop(scope, ()):
-            if self._evicted is not None:
-                self._evicted.forget(digest)
+            self._scoped.remove(digest)
             block = self._by_digest.pop(digest, None)
             if block is not None:
                 self._digest[block] = None
@@ -383,7 +383,7 @@ class BlockManager:
         block, _ = self._cached.popitem(last=False)
         digest = self._digest[block]
         assert digest is not None
-        if keeper is not None:
+        if keeper is not None and digest not in self._scoped:
             keeper.save(digest, block)
         del self._by_digest[digest]
         self._index_version += 1

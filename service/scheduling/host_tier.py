@@ -84,7 +84,7 @@ class HostTier:
         self._reading: Counter[int] = Counter()  # slots that loads read, which no save may overwrite
         self._loads: dict[int, _Load] = {}
         self._ids = itertools.count()
-        self._new_saves: list[BlockCopy] = []  # that no step carries yet
+        self._new_saves: dict[int, int] = {}  # slot -> block, of the saves that no step carries yet
         self._new_loads: list[BlockLoad] = []
 
     @property
@@ -113,7 +113,7 @@ class HostTier:
                 return
             self.forget(victim)
         slot = self._slots[digest] = self._free.pop()
-        self._new_saves.append(BlockCopy(block, slot))
+        self._new_saves[slot] = block
         self.num_saved += 1
         if self._events is not None:
             self._events.saved(digest)
@@ -139,7 +139,7 @@ class HostTier:
         if not blocks.allocate(table, len(token_ids), prefix, spare):
             self._release(digests, slots)
             return False
-        for digest in digests:
+        for digest in reversed(digests):  # a block is forgotten after its children
             self._slots.move_to_end(digest)
         load_id = next(self._ids)
         self._loads[load_id] = _Load(sequence_id, table, token_ids, len(prefix), list(digests), slots)
@@ -148,8 +148,8 @@ class HostTier:
 
     def take_copies(self) -> tuple[list[BlockCopy], list[BlockLoad]]:
         """Return the saves and loads that the next step carries."""
-        copies = self._new_saves, self._new_loads
-        self._new_saves = []
+        copies = [BlockCopy(block, slot) for slot, block in self._new_saves.items()], self._new_loads
+        self._new_saves = {}
         self._new_loads = []
         return copies
 
@@ -178,11 +178,12 @@ class HostTier:
         return num_tokens
 
     def forget(self, digest: bytes) -> None:
-        """Forget a block. Nothing if it is not in host memory."""
+        """Forget a block, and its save if no step carries it yet. Nothing if it is not in host memory."""
         slot = self._slots.pop(digest, None)
         if slot is None:
             return
         if not self._reading[slot]:
+            self._new_saves.pop(slot, None)
             self._free.append(slot)
         if self._events is not None:
             self._events.forgotten(digest)
@@ -191,7 +192,6 @@ class HostTier:
         """Forget all blocks, also those that are being loaded."""
         for digest in list(self._slots):
             self.forget(digest)
-        self._new_saves.clear()
 
     def _release(self, digests: Sequence[bytes], slots: Sequence[int]) -> None:
         """End the reading of slots. Those whose blocks were forgotten are free then."""

@@ -100,6 +100,7 @@ class FakeDevice:
         assert targets.isdisjoint(copy.block for copy in step.saves), "a block is saved while it is loaded"
         read = {copy.slot for load, _ in self.loads for copy in load.copies}
         assert read.isdisjoint(copy.slot for copy in step.saves), "a save overwrites what a load reads"
+        assert len({copy.slot for copy in step.saves}) == len(step.saves), "two saves to one slot"
         for copy in step.saves:
             self.host[copy.slot] = [self.slots.get(slot) for slot in self._slots_of(copy.block)]
             self.corrupt.discard(copy.slot)

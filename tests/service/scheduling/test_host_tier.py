@@ -170,6 +170,53 @@ def test_save_overwrites_no_slot_that_a_load_reads() -> None:
     assert tier.find([b"other"]) == [b"other"]
 
 
+def test_block_that_is_forgotten_before_its_save_is_not_saved() -> None:
+    """Four blocks are evicted in one plan, for two slots."""
+    tier = HostTier(2, 8, list)
+    blocks = BlockManager(4, 2, evicted=tier)
+    table = BlockTable()
+    tokens = ids(1, 8)
+    assert blocks.allocate(table, 8)
+    blocks.register(table, tokens, 8)
+    blocks.free(table)
+    assert blocks.allocate(BlockTable(), 8)
+    saves, _ = tier.take_copies()
+    assert sorted(copy.slot for copy in saves) == [0, 1]
+    assert tier.num_used == 2
+
+
+def test_load_makes_the_prefix_the_last_block_to_be_forgotten() -> None:
+    tier = HostTier(3, 8, list)
+    blocks = BlockManager(3, 2, evicted=tier)
+    digests = blocks.digests(BlockTable(), ids(1, 6), 3)
+    for block, digest in enumerate(digests):
+        tier.save(digest, block)
+    assert tier.load(0, blocks, BlockTable(), ids(1, 6), [], digests, 0)
+    assert list(tier._slots) == digests[::-1]
+
+
+def test_blocks_with_a_scope_are_not_saved() -> None:
+    """Samples that bypass the prefix cache are paused, preempted, and end while one of them waits for blocks."""
+    harness = harness_of(num_blocks=10)
+    samples = harness.add_samples(ids(1), 2, max_tokens=6, bypass_prefix_cache=True)
+    for _ in range(3):
+        harness.tick()
+    assert all(sample.holds_blocks for sample in samples)
+    for sample in samples:
+        harness.pause(sample)
+    other = harness.add(ids(2, 18), 2)
+    for _ in range(6):
+        harness.tick()
+    assert other.id in harness.reasons
+    assert not any(sample.holds_blocks for sample in samples)
+    assert tier_of(harness).num_used == 0
+    harness.unpause(samples[1])
+    harness.tick()
+    for sample in samples:
+        harness.cancel(sample)
+    harness.finish()
+
+
 def test_salt_and_flush_reach_host_memory() -> None:
     harness = harness_of()
     answer(harness, ids(1), cache_salt="a")

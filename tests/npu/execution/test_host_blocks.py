@@ -1,0 +1,88 @@
+"""Blocks in host memory, with copies that are complete at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from npuserve.npu.execution.host_blocks import HostBlocks
+from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks
+from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
+from npuserve.service.scheduling.host_tier import HostTier
+
+
+class Done:
+    """Work that is complete."""
+
+    def __init__(self, result: Any = None) -> None:
+        self._result = result
+
+    def wait(self) -> Any:
+        return self._result
+
+    def done(self) -> bool:
+        return True
+
+
+class DirectCopies:
+    """Backend and copies without queues."""
+
+    def side_copies(self) -> DirectCopies:
+        return self
+
+    def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype)
+
+    def enqueue(self, work: Callable[[], Any]) -> Done:
+        return Done(work())
+
+    def save(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Done:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        return Done()
+
+    load = save
+
+
+def host_of(num_slots: int) -> tuple[HostBlocks, list[torch.Tensor]]:
+    tensors = [torch.arange(64, dtype=torch.uint8).view(8, 8), torch.arange(100, 116, dtype=torch.uint8).view(8, 2)]
+    return HostBlocks(DirectCopies(), tensors, 16 * num_slots), tensors  # type: ignore[arg-type]
+
+
+def wait_for_load(host: HostBlocks) -> LoadedBlocks:
+    while not (loaded := host.take_loaded()):
+        time.sleep(0.001)
+    return loaded[0]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_blocks_evicted_in_one_plan_are_more_than_the_slots(num_slots: int) -> None:
+    host, tensors = host_of(num_slots)
+    assert host.num_slots == num_slots * 16 // host.block_bytes
+    tier = HostTier(host.num_slots, host.block_bytes, host.take_loaded)
+    blocks = BlockManager(8, 2, evicted=tier)
+    table = BlockTable()
+    token_ids = list(range(16))
+    assert blocks.allocate(table, 16)
+    blocks.register(table, token_ids, 16)
+    block_ids = list(table.block_ids)
+    blocks.free(table)
+    assert blocks.allocate(table, 16)
+    saves, _ = tier.take_copies()
+    expected = [[tensor[block].clone() for tensor in tensors] for block in block_ids]
+    host.launch(saves, [])
+    assert host.take_loaded() == []
+    for tensor in tensors:
+        tensor.zero_()
+    digests = blocks.digests(table, token_ids, 8)
+    kept = [index for index in range(8) if tier.find([digests[index]])]
+    assert len(kept) == host.num_slots
+    blocks.free(table)
+    for load_id, index in enumerate(kept):
+        host.launch([], [BlockLoad(load_id, [BlockCopy(3, tier._slots[digests[index]])])])
+        assert wait_for_load(host) == LoadedBlocks(load_id, 1)
+        assert all(torch.equal(tensor[3], part) for tensor, part in zip(tensors, expected[index], strict=True))
