@@ -97,6 +97,8 @@ kv_offload_bytes_total = _counter(
     "kv_offload_bytes_total", "Bytes of KV-cache blocks saved to host memory and loaded from it", "direction")
 kv_offload_corrupt_blocks_total = _counter(
     "kv_offload_corrupt_blocks_total", "Blocks in host memory whose checksum differed, computed again")
+kv_offload_dropped_blocks_total = _counter(
+    "kv_offload_dropped_blocks_total", "Evicted KV-cache blocks that were not saved to host memory")
 kv_offload_memory_bytes = _gauge(
     "kv_offload_memory_bytes", "Host memory for evicted KV-cache blocks: used and free", "state")
 tokens_in_vain_total = _counter(

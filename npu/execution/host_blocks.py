@@ -32,6 +32,10 @@ MAX_COPIES = 1024
 step's plan and launch queue the next ones."""
 
 
+MAX_SAVE_COPIES = 8192
+"""Copies of a tensor's part of a block that the saves of one step queue, in about 50 ms of the engine's loop."""
+
+
 def chunk_sizes(memory: int, block: int) -> list[int]:
     """Return the sizes of the buffers that hold slots of `block` bytes in at most `memory` bytes, the largest first.
 
@@ -99,6 +103,11 @@ class HostBlocks:
     @property
     def num_slots(self) -> int:
         return len(self._slots)
+
+    @property
+    def max_saves(self) -> int:
+        """Maximum number of saves in a step."""
+        return max(1, MAX_SAVE_COPIES // len(self._tensors))
 
     def launch(self, saves: Sequence[BlockCopy], loads: Sequence[BlockLoad]) -> None:
         """Queue the saves of a step before its rows, and begin its loads."""

@@ -50,12 +50,12 @@ OFFLOAD_MEMORY = [metrics.kv_offload_memory_bytes.labels(state) for state in ("u
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
 
 
-def _offload_counts(tier: HostTier | None) -> tuple[int, int, int, int, int]:
-    """Return tokens looked up and found, bytes saved and loaded, and corrupt blocks, since the start."""
+def _offload_counts(tier: HostTier | None) -> tuple[int, int, int, int, int, int]:
+    """Return tokens looked up and found, bytes saved and loaded, corrupt and dropped blocks, since the start."""
     if tier is None:
-        return 0, 0, 0, 0, 0
+        return 0, 0, 0, 0, 0, 0
     return (tier.queries, tier.hits, tier.num_saved * tier.block_bytes, tier.num_loaded * tier.block_bytes,
-            tier.num_corrupt)
+            tier.num_corrupt, tier.num_dropped)
 
 
 class EngineMetrics:
@@ -64,7 +64,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler, history: RequestHistory | None = None):
         self._scheduler = scheduler
         self._history = history or RequestHistory()
-        self._reported: tuple[float, ...] = (0,) * (11 + 2 * len(KINDS))
+        self._reported: tuple[float, ...] = (0,) * (12 + 2 * len(KINDS))
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._tokens = 0  # tokens since the last update of the load
@@ -173,7 +173,7 @@ class EngineMetrics:
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
             metrics.tokens_in_vain_total, metrics.forced_tokens_total, metrics.drafting_seconds_total,
             metrics.kv_offload_queries_total, metrics.kv_offload_hits_total, *OFFLOADED,
-            metrics.kv_offload_corrupt_blocks_total,
+            metrics.kv_offload_corrupt_blocks_total, metrics.kv_offload_dropped_blocks_total,
             *DRAFTS.values(), *ACCEPTED_DRAFTS.values())
         for (kind, length), rows in drafting.take_lengths().items():
             for _ in range(rows):

@@ -227,7 +227,7 @@ def build_engine(
 def tier_of(runner: Runner, kv_log: KvEventLog | None) -> HostTier | None:
     """Return the index of the runner's blocks in host memory; None if it has none."""
     host = runner.host_blocks
-    return HostTier(host.num_slots, host.block_bytes, host.take_loaded, kv_log) if host else None
+    return HostTier(host.num_slots, host.block_bytes, host.take_loaded, kv_log, host.max_saves) if host else None
 
 
 MODES: Mapping[str, Mode] = {"auto": "auto", "suffix": "suffix", "mtp": "mtp"}

@@ -115,8 +115,26 @@ class FairQueue:
         account = sequence.account
         account.virtual_time = self._start_of_new(account)
         if not self._queues:
-            self._virtual_time = account.virtual_time
+            self._virtual_time = max(self._virtual_time, account.virtual_time)
             self._accounts = {client: other for client, other in self._accounts.items() if other.live}
+        self._insert(sequence)
+
+    def begin_load(self, sequence: Sequence) -> None:
+        """Remove a request that waits for blocks from host memory. Its client counts as waiting."""
+        self.remove(sequence)
+        sequence.account.loading += 1
+
+    def end_load(self, sequence: Sequence) -> None:
+        """End the count of `begin_load`."""
+        sequence.account.loading -= 1
+
+    def push_loaded(self, sequence: Sequence) -> None:
+        """Return a request to its place after its load. The virtual time of its client stays."""
+        self.end_load(sequence)
+        self._insert(sequence)
+
+    def _insert(self, sequence: Sequence) -> None:
+        account = sequence.account
         account.waiting += 1
         self._length += 1
         insort(self._queues.setdefault(account, []), sequence, key=_key)
@@ -226,7 +244,7 @@ class FairQueue:
 
     def _start_of_new(self, account: Account) -> float:
         """Return the virtual time of a client after it has added a request."""
-        if account.waiting:
+        if account.is_waiting:
             return account.virtual_time
         if self._queues:
             level = self._level()

@@ -28,7 +28,8 @@ Every request ends. An admitted request has blocks for all its tokens, so it nee
 a token. A request yields only after a token, or once in a prompt. Tokens are never lost. Therefore there are
 finitely many preemptions between two tokens, of whatever requests. After the last of them the running requests compute
 their tokens. If none runs, the next request is admitted, since each fits alone. So tokens are generated as long as
-requests are live, and their number is bounded by max_tokens.
+requests are live, and their number is bounded by max_tokens. Loads from host memory use blocks too, and are not
+preempted. But each ends by itself, and a request begins at most MAX_LOADS of them before it is admitted.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class Preemption:
         accounts = {sequence.account for sequence in self._running}
         accounts.discard(head.account)
         for account in accounts:
-            if not account.waiting:  # it has no claim on the tokens that it did not ask for
+            if not account.is_waiting:  # it has no claim on the tokens that it did not ask for
                 account.virtual_time = max(account.virtual_time, head_start)
         return {account for account in accounts if _lead(account, head) >= _min_lead(account, head, 0)}
 

@@ -293,12 +293,15 @@ class Scheduler:
         return Plan(step, plan.dropped, plan.constrained)
 
     def _finish_loads(self, tier: HostTier) -> None:
-        """Queue the requests whose loads have ended."""
-        for sequence_id, num_tokens in tier.finish(self.blocks).items():
-            sequence = self._loading.pop(sequence_id, None)
-            if sequence is not None:
-                sequence.loaded(num_tokens)
-                self._queue.push(sequence)
+        """Return the requests whose loads have ended to their places in the queue."""
+        ended = tier.finish(self.blocks)
+        if not ended:
+            return
+        for sequence in [s for s in self._loading.values() if s.load_id in ended]:
+            del self._loading[sequence.id]
+            sequence.loaded(self.memory.num_cached_tokens(sequence))
+            self.deadlines.set(sequence)
+            self._queue.push_loaded(sequence)
 
     def _take_copies(self, *, has_rows: bool) -> tuple[list[BlockCopy], list[BlockLoad]]:
         """Return the saves and loads of a step. Saves wait for the next rows or loads, which may write their blocks."""
@@ -308,11 +311,13 @@ class Scheduler:
 
     def _load_first(self, sequence: Sequence) -> bool:
         """Let a request from the queue wait for its blocks from host memory. Return False if there are none to load."""
-        if self.quarantine or not self.memory.load(sequence, spare=len(self._running)):
+        wait = None if self.quarantine else self.memory.load(sequence, spare=len(self._running))
+        if wait is None:
             return False
-        self._take_out(sequence)
-        sequence.load()
+        self._queue.begin_load(sequence)
+        sequence.load(*wait)
         self._loading[sequence.id] = sequence
+        self.deadlines.set(sequence)
         return True
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
@@ -447,7 +452,10 @@ class Scheduler:
         if any(a.age_key >= b.age_key for a, b in itertools.pairwise(self._running)):
             yield f"the running sequences are not in order of age: {[s.age_key for s in self._running]}"
         count = Counter(sequence.account for sequence in self._running)
+        loading = Counter(sequence.account for sequence in self._loading.values())
         for account in {sequence.account for sequence in self._sequences.values()}:
+            if account.loading != loading[account]:
+                yield f"a client has {account.loading} loading, but {loading[account]} are among the loading"
             if account.running != count[account]:
                 yield f"a client has {account.running} running, but {count[account]} are among the running"
         members: dict[str, Iterable[Sequence]] = {
@@ -703,6 +711,7 @@ class Scheduler:
             del self._compiling[sequence.id]
         elif sequence.state is State.LOADING:
             del self._loading[sequence.id]
+            self._queue.end_load(sequence)
         elif sequence.state is State.RUNNING:
             del self._running[bisect_left(self._running, sequence.age_key, key=_age_key)]
             sequence.account.running -= 1

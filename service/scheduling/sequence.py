@@ -73,6 +73,7 @@ class Account:
     virtual_time: tokens computed for the client; see fair_queue.py.
     live: its requests that have not ended.
     waiting: its requests in the queue.
+    loading: its requests that left the queue to wait for blocks from host memory.
     running: its running requests.
     promised: retry time of the request that its own limit refused last.
     """
@@ -81,8 +82,14 @@ class Account:
     virtual_time: float = 0.0
     live: int = 0
     waiting: int = 0
+    loading: int = 0
     running: int = 0
     promised: float = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if a request of the client waits for its admission."""
+        return self.waiting + self.loading > 0
 
 
 class Sequence:
@@ -109,7 +116,10 @@ class Sequence:
     num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
-    has_loaded: blocks were loaded from host memory since it was queued.
+    load_id: the load from host memory for which it waits; None if it waits for none.
+    num_loads: loads that it has begun since it was queued.
+    num_cached_tokens: tokens of the prefix that was cached when its wait for a load began.
+    num_found_tokens: tokens of that prefix and of the blocks behind it that the load brings, or brought; 0 without one.
     num_loaded_tokens: tokens of blocks that came back from host memory before the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
     has_drafts: a step in flight computes drafts of the request, so that it gets no further row.
@@ -129,15 +139,18 @@ class Sequence:
         "deadline",
         "drafter",
         "has_drafts",
-        "has_loaded",
         "id",
         "is_deferred",
+        "load_id",
         "matcher",
         "num_accepted",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_deferred",
         "num_drafted",
+        "num_found_tokens",
         "num_loaded_tokens",
+        "num_loads",
         "num_pending_tokens",
         "num_prefill_tokens",
         "num_prompt_tokens",
@@ -188,7 +201,10 @@ class Sequence:
         self.matcher: AnswerMatcher | None = None
         self.state = State.COMPILING if request.constraint else State.WAITING
         self.was_admitted = False
-        self.has_loaded = False
+        self.load_id: int | None = None
+        self.num_loads = 0
+        self.num_cached_tokens = 0
+        self.num_found_tokens = 0
         self.num_loaded_tokens = 0
         self.num_steps_in_flight = 0
         self.num_deferred = 0
@@ -255,7 +271,7 @@ class Sequence:
     @property
     def num_missing_tokens(self) -> int:
         """Expected number of tokens to compute before the next one is sampled."""
-        return self.num_uncomputed_tokens - self.num_shared_tokens
+        return self.num_uncomputed_tokens - max(self.num_shared_tokens, self.num_found_tokens)
 
     @property
     def can_sample(self) -> bool:
@@ -312,16 +328,20 @@ class Sequence:
         if not is_computed:
             self.num_shared_tokens = 0
 
-    def load(self) -> None:
-        """Wait for blocks from host memory."""
+    def load(self, load_id: int, num_cached_tokens: int, num_found_tokens: int) -> None:
+        """Wait for blocks from host memory; the arguments are those of LoadWait."""
         self.state = State.LOADING
-        self.has_loaded = True
+        self.load_id = load_id
+        self.num_cached_tokens = num_cached_tokens
+        self.num_found_tokens = num_found_tokens
 
-    def loaded(self, num_tokens: int) -> None:
-        """End the wait for blocks from host memory. num_tokens: of the blocks that came back."""
+    def loaded(self, num_cached_tokens: int) -> None:
+        """End the wait for blocks from host memory. num_cached_tokens: tokens of the prefix that is cached now."""
         self.state = State.PREEMPTED if self.was_admitted else State.WAITING
+        self.load_id = None
+        self.num_found_tokens = num_cached_tokens
         if not self.was_admitted:
-            self.num_loaded_tokens = num_tokens
+            self.num_loaded_tokens += max(0, num_cached_tokens - self.num_cached_tokens)
 
     def admit(self, num_cached_tokens: int, now: float) -> None:
         """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
@@ -330,7 +350,8 @@ class Sequence:
             if self.request.progress.cached_tokens is None:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.state = State.RUNNING
-        self.has_loaded = False
+        self.num_loads = 0
+        self.num_found_tokens = 0
         self.num_shared_tokens = 0
         self.num_computed_tokens = num_cached_tokens
         self.num_prefill_tokens = len(self.token_ids)
@@ -342,7 +363,9 @@ class Sequence:
         self.num_computed_tokens = 0
 
     def pause(self) -> None:
-        """Stop a request whose reader is slow."""
+        """Stop a request whose reader is slow. It waits for no load any more."""
+        self.load_id = None
+        self.num_found_tokens = 0
         self.state = State.PAUSED if self.holds_blocks else State.PAUSED_WITHOUT_BLOCKS
 
     def unpause(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Set
+from typing import NamedTuple
 
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import checkpoint_positions
@@ -11,7 +13,25 @@ from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
 
+MAX_LOADS = 3
+"""Maximum number of loads that one request begins before its admission. More than one are needed only if blocks that
+came back are evicted before it is admitted."""
+MAX_LOADING_SHARE = 2
+"""Loads together use at most 1 / MAX_LOADING_SHARE of the KV cache's blocks, unless there is only one."""
 MISS_REASONS = "too_short", "no_block", "no_state"
+
+
+class LoadWait(NamedTuple):
+    """Wait of a request for a load from host memory.
+
+    load_id: the load in progress.
+    num_cached_tokens: tokens of the prefix that is cached.
+    num_found_tokens: tokens of that prefix and of the blocks behind it that host memory has.
+    """
+
+    load_id: int
+    num_cached_tokens: int
+    num_found_tokens: int
 
 
 class SequenceMemory:
@@ -51,25 +71,50 @@ class SequenceMemory:
             return None
         return len(prefix) * self.blocks.block_size
 
-    def load(self, sequence: Sequence, spare: int) -> bool:
+    def load(self, sequence: Sequence, spare: int) -> LoadWait | None:
         """Begin to load the blocks behind a waiting request's cached prefix that host memory has.
+
+        If another load contains the first of them, or loads use too many blocks, the request waits for that load or for
+        the oldest one instead, and may begin its own afterwards.
 
         spare: blocks that must remain free.
 
-        Returns False, and changes nothing, if it has none, if blocks are lacking for the request's tokens, or if the
-        request has waited for a load before.
+        Returns None, and changes nothing, if host memory has no such blocks, if blocks are lacking for the request's
+        tokens, or if the request has begun MAX_LOADS before.
         """
-        if self.tier is None or sequence.has_loaded or not sequence.uses_prefix_cache:
-            return False
+        tier = self.tier
+        if tier is None or not sequence.uses_prefix_cache:
+            return None
         blocks = self.blocks
         prefix = blocks.find_prefix(sequence.blocks, sequence.token_ids)
         max_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
-        digests = self.tier.find(blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)[len(prefix) :])
-        if not digests or blocks.shortage(sequence.blocks, sequence.num_tokens, prefix, spare) > 0:
-            return False
-        table = BlockTable(sequence.request.cache_salt, sequence.blocks.scope)
-        token_ids = sequence.token_ids[: (len(prefix) + len(digests)) * blocks.block_size]
-        return self.tier.load(sequence.id, blocks, table, token_ids, prefix, digests, spare)
+        digests = tier.find(blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)[len(prefix) :])
+        if not digests:
+            return None
+        num_cached_tokens = len(prefix) * blocks.block_size
+        num_found_tokens = num_cached_tokens + len(digests) * blocks.block_size
+        load_id = tier.load_of(digests[0])
+        if load_id is None:
+            if sequence.num_loads == MAX_LOADS:
+                return None
+            if blocks.shortage(sequence.blocks, sequence.num_tokens, prefix, spare) > 0:
+                return None
+            digests = list(itertools.takewhile(lambda digest: tier.load_of(digest) is None, digests))
+            num_blocks = len(prefix) + len(digests)
+            if tier.num_loading + num_blocks > blocks.num_blocks // MAX_LOADING_SHARE:
+                load_id = tier.oldest_load
+        if load_id is None:
+            table = BlockTable(sequence.request.cache_salt, sequence.blocks.scope)
+            token_ids = sequence.token_ids[: num_blocks * blocks.block_size]
+            load_id = tier.load(blocks, table, token_ids, prefix, digests, spare)
+            if load_id is None:
+                return None
+            sequence.num_loads += 1
+        return LoadWait(load_id, num_cached_tokens, num_found_tokens)
+
+    def num_cached_tokens(self, sequence: Sequence) -> int:
+        """Return the number of tokens of a waiting request's cached prefix."""
+        return len(self.blocks.find_prefix(sequence.blocks, sequence.token_ids)) * self.blocks.block_size
 
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], bytes]:
         """Return the blocks of the longest cached prefix, and the digest of the checkpoint at its end.

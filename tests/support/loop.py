@@ -109,7 +109,7 @@ def serve(
 def _scheduler_of(runner: Runner, num_blocks: int, num_slots: int | None = None, **settings: Any) -> Scheduler:
     """Return a scheduler. num_slots: of fixed state; None for all that the runner has."""
     host = runner.host_blocks
-    tier = HostTier(host.num_slots, host.block_bytes, host.take_loaded) if host else None
+    tier = HostTier(host.num_slots, host.block_bytes, host.take_loaded, None, host.max_saves) if host else None
     blocks = BlockManager(num_blocks, runner.block_size, evicted=tier)
     slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
     return Scheduler(blocks, max_queue=100, aging_seconds=1.0, slots=slots, tier=tier, **settings)

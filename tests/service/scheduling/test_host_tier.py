@@ -159,12 +159,12 @@ def test_save_overwrites_no_slot_that_a_load_reads() -> None:
     blocks = BlockManager(1, 2, evicted=tier)
     first = blocks.digests(BlockTable(), [1, 2], 1)
     tier.save(first[0], 0)
-    assert tier.load(7, blocks, BlockTable(), [1, 2], [], first, 0)
+    assert tier.load(blocks, BlockTable(), [1, 2], [], first, 0) == 0
     tier.save(b"other", 0)
     assert tier.find([b"other"]) == []
     assert tier.take_copies() == ([BlockCopy(0, 0)], [BlockLoad(0, [BlockCopy(0, 0)])])
     ended.append(LoadedBlocks(0, 1))
-    assert tier.finish(blocks) == {7: 2}
+    assert tier.finish(blocks) == {0}
     assert blocks.find_prefix(BlockTable(), [1, 2, 3]) == [0]
     tier.save(b"other", 0)
     assert tier.find([b"other"]) == [b"other"]
@@ -191,8 +191,91 @@ def test_load_makes_the_prefix_the_last_block_to_be_forgotten() -> None:
     digests = blocks.digests(BlockTable(), ids(1, 6), 3)
     for block, digest in enumerate(digests):
         tier.save(digest, block)
-    assert tier.load(0, blocks, BlockTable(), ids(1, 6), [], digests, 0)
+    assert tier.load(blocks, BlockTable(), ids(1, 6), [], digests, 0) == 0
     assert list(tier._slots) == digests[::-1]
+
+
+def test_requests_with_one_prefix_wait_for_one_load() -> None:
+    harness = harness_of(num_blocks=64, max_num_seqs=8, host_slots=64)
+    answer(harness, ids(1))
+    answer(harness, ids(2, 126), client="other")
+    harness.device.load_polls = 5
+    sequences = [harness.add(ids(1), 2) for _ in range(8)]
+    step = harness.tick()
+    assert {sequence.state for sequence in sequences} == {State.LOADING}
+    assert len(step.loads) == 1
+    harness.pause(sequences[0])
+    harness.unpause(sequences[0])
+    assert not harness.tick().loads
+    assert sequences[0].state is State.LOADING  # it waits for the load that it began
+    harness.finish()
+    assert [sequence.cached_tokens for sequence in sequences] == [10] * 8
+    assert tier_of(harness).num_loaded == 5
+    for sequence in sequences:
+        harness.check_answer(sequence)
+
+
+def test_loads_together_use_half_of_the_blocks() -> None:
+    harness = harness_of(num_blocks=32, max_num_seqs=8, host_slots=100)
+    for seed in range(6):
+        answer(harness, ids(seed))
+    answer(harness, ids(9, 60))
+    sequences = [harness.add(ids(seed), 2) for seed in range(6)]
+    harness.tick()
+    assert {sequence.state for sequence in sequences} == {State.LOADING}
+    assert tier_of(harness).num_loading == 3 * 5
+    harness.finish()
+    assert [sequence.cached_tokens for sequence in sequences] == [10] * 6
+
+
+def test_saves_of_a_step_are_bounded_and_keep_beginnings() -> None:
+    tier = HostTier(8, 8, list, max_saves=2)
+    blocks = BlockManager(4, 2, evicted=tier)
+    table = BlockTable()
+    tokens = ids(1, 8)
+    assert blocks.allocate(table, 8)
+    blocks.register(table, tokens, 8)
+    digests = blocks.digests(table, tokens, 4)
+    blocks.free(table)
+    assert blocks.allocate(BlockTable(), 8)
+    assert len(tier.take_copies()[0]) == 2
+    assert tier.find(digests) == digests[:2]
+    assert (tier.num_saved, tier.num_dropped, tier.num_used) == (2, 2, 2)
+
+
+def test_loading_request_keeps_the_lead_of_its_client() -> None:
+    """Its client has got less than others. It is not raised to their level when its request returns to the queue."""
+    harness = harness_of(num_blocks=16, max_num_seqs=2)
+    answer(harness, ids(1), client="a")
+    answer(harness, ids(2, 28), client="b")
+    keeper = harness.add([1], 1, client="a", arrival=0.0)
+    loading = harness.add(ids(1), 2, client="a")
+    harness.pause(keeper)
+    harness.tick()
+    assert loading.state is State.LOADING
+    account = loading.account
+    lead = account.virtual_time
+    others = [harness.add(ids(seed, 4), 4, client="c") for seed in (3, 4)]
+    others[0].account.virtual_time = lead + 1000
+    while loading.state is State.LOADING:
+        assert account.is_waiting
+        harness.tick()
+    assert account.virtual_time <= lead + 12
+    harness.unpause(keeper)
+    harness.finish()
+
+
+def test_loading_tokens_do_not_count_as_missing() -> None:
+    """A deadline that the whole prompt would miss is met with the tokens from host memory."""
+    harness = harness_of()
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    sequence = harness.add(ids(1), 2)
+    assert sequence.num_missing_tokens == 12
+    harness.tick()
+    assert sequence.state is State.LOADING
+    assert sequence.num_missing_tokens == 2
+    harness.finish()
 
 
 def test_blocks_with_a_scope_are_not_saved() -> None:
