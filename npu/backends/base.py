@@ -77,8 +77,14 @@ class SideCopies(Protocol):
         The copy does not wait for steps in flight. Work that is enqueued later waits for the copy.
         """
 
-    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Event:
-        """Copy from host buffers, after all work enqueued so far. Work that is enqueued later does not wait."""
+    def load(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], is_first: bool
+    ) -> Event:
+        """Copy from host buffers, after all earlier calls. Work that is enqueued later does not wait.
+
+        is_first: copy after all work enqueued so far. False for a further part of a load, whose targets were unused
+            when its first part was enqueued.
+        """
 
 
 class Pending(Protocol[Result]):

@@ -89,23 +89,29 @@ class StreamCopies:
         self.loads = streams.Stream()
 
     def save(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:
-        saved, passed = self._take_events()
+        saved = self._take_event()
+        passed = self._take_event()
         self._copy(self.saves, targets, sources)
         saved.record(self.saves)
         self._main.wait_event(saved)
         passed.record(self._main)  # `saved` may be recorded again only then
         return HostCopy([targets, sources], [saved, passed], self._pool, self._reach)
 
-    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:
-        begin, end = self._take_events()
-        begin.record(self._main)  # steps in flight may use the blocks for their previous owners
-        self.loads.wait_event(begin)
+    def load(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], is_first: bool
+    ) -> HostCopy:
+        events = [self._take_event()]
+        if is_first:
+            begin = self._take_event()
+            begin.record(self._main)  # steps in flight may use the blocks for their previous owners
+            self.loads.wait_event(begin)
+            events.insert(0, begin)
         self._copy(self.loads, targets, sources)
-        end.record(self.loads)
-        return HostCopy([targets, sources], [begin, end], self._pool, self._reach)
+        events[-1].record(self.loads)
+        return HostCopy([targets, sources], events, self._pool, self._reach)
 
-    def _take_events(self) -> list[Any]:
-        return [self._pool.pop() if self._pool else self._streams.Event() for _ in range(2)]
+    def _take_event(self) -> Any:
+        return self._pool.pop() if self._pool else self._streams.Event()
 
     def _copy(self, stream: Any, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with self._streams.stream(stream):

@@ -6,6 +6,8 @@ carries the copies. They run beside the steps (`SideCopies`), and `take_loaded` 
     save    D2H before the step's rows ──► checksum in a thread
     load    compare the checksums in a thread ──► H2D beside the steps ──► LoadedBlocks
 
+A load is in parts of MAX_COPIES copies. While one is copied, threads compare the checksums of the next ones.
+
 A slot holds the bytes of one block, tensor after tensor. No number is converted, so a block that comes back has the
 same bits.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,21 +60,27 @@ def chunk_sizes(memory: int, block: int) -> list[int]:
 class _Load:
     """Load in progress.
 
-    checks: whether the slots have the checksums of their saves; [] before these are known.
-    num_intact: number of the first slots that have; None before this is known.
-    num_copied: number of blocks whose copies are queued.
-    copies: ends of these copies.
+    checks: of each part, the number of its first slots that have the checksums of their saves; [] until all slots are
+        saved.
+    copies: ends of the copies of each part that is queued.
+    num_copied: number of blocks of these parts.
+    is_queued: all parts are queued, or those before the first block whose checksum differs.
     """
 
-    load: BlockLoad
-    checks: list[Future[bool]] = field(default_factory=list)
-    num_intact: int | None = None
-    num_copied: int = 0
+    id: int
+    parts: list[list[BlockCopy]]
+    checks: list[Future[int]] = field(default_factory=list)
     copies: list[Event] = field(default_factory=list)
+    num_copied: int = 0
+    is_queued: bool = False
 
     @property
     def has_ended(self) -> bool:
-        return self.num_copied == self.num_intact and all(copy.done() for copy in self.copies)
+        return self.is_queued and all(copy.done() for copy in self.copies)
+
+    @property
+    def slots(self) -> Iterator[int]:
+        return (copy.slot for part in self.parts for copy in part)
 
 
 class HostBlocks:
@@ -88,6 +96,7 @@ class HostBlocks:
         self._copies = backend.side_copies()
         self._tensors = [tensor.flatten(1).view(torch.uint8) for tensor in tensors]
         self._sizes = [tensor.shape[1] for tensor in self._tensors]
+        self._part_blocks = max(1, MAX_COPIES // len(tensors))
         self.block_bytes = sum(self._sizes)
         self._slots: list[Tensor] = []
         for size in chunk_sizes(memory, self.block_bytes):
@@ -113,7 +122,9 @@ class HostBlocks:
         """Queue the saves of a step before its rows, and begin its loads."""
         if saves:
             self._backend.enqueue(partial(self._save, saves))
-        self._loads.extend(map(_Load, loads))
+        for load in loads:
+            starts = range(0, len(load.copies), self._part_blocks)
+            self._loads.append(_Load(load.id, [load.copies[start : start + self._part_blocks] for start in starts]))
         self._advance()
 
     def take_loaded(self) -> list[LoadedBlocks]:
@@ -125,7 +136,7 @@ class HostBlocks:
                 for copy in load.copies:
                     copy.wait()
                 self._loads.remove(load)
-                ended.append(LoadedBlocks(load.load.id, load.num_copied))
+                ended.append(LoadedBlocks(load.id, load.num_copied))
         return ended
 
     def _save(self, saves: Sequence[BlockCopy]) -> None:
@@ -148,37 +159,44 @@ class HostBlocks:
                 if self._unsaved.get(slot) is saved:  # else it is saved again since
                     del self._unsaved[slot]
                     self._checksums[slot] = self._threads.submit(self._checksum, slot)
-        max_blocks = max(1, MAX_COPIES // len(self._tensors))
+        max_blocks = self._part_blocks
         for load in self._loads:
-            self._check(load)
-            if load.num_intact is None:
-                continue
-            copies = load.load.copies[load.num_copied : min(load.num_intact, load.num_copied + max_blocks)]
-            if copies:
-                load.copies.append(self._backend.enqueue(partial(self._load, copies)).wait())
-                load.num_copied += len(copies)
-                max_blocks -= len(copies)
+            if not load.checks and not any(slot in self._unsaved for slot in load.slots):
+                load.checks = [self._begin_check(part) for part in load.parts]
+            while not load.is_queued and load.checks and load.checks[len(load.copies)].done():
+                part = load.parts[len(load.copies)]
+                if len(part) > max_blocks:
+                    return
+                max_blocks -= len(part)
+                self._queue_part(load, part, load.checks[len(load.copies)].result())
 
-    def _check(self, load: _Load) -> None:
-        """Begin to compare the checksums of a load once its slots are saved, and take in the result."""
-        slots = [copy.slot for copy in load.load.copies]
-        if not load.checks and not any(slot in self._unsaved for slot in slots):
-            load.checks = [self._threads.submit(self._is_intact, slot, self._checksums[slot]) for slot in slots]
-        elif load.checks and load.num_intact is None and all(check.done() for check in load.checks):
-            flags = [*(check.result() for check in load.checks), False]
-            load.num_intact = flags.index(False)
+    def _queue_part(self, load: _Load, part: Sequence[BlockCopy], num_intact: int) -> None:
+        """Queue the copies of the next part of a load, of whose first `num_intact` blocks the checksums are right."""
+        if num_intact:
+            work = partial(self._load, part[:num_intact], is_first=not load.copies)
+            load.copies.append(self._backend.enqueue(work).wait())
+            load.num_copied += num_intact
+        load.is_queued = num_intact < len(part) or len(load.copies) == len(load.parts)
 
-    def _load(self, copies: Sequence[BlockCopy]) -> Event:
+    def _begin_check(self, part: Sequence[BlockCopy]) -> Future[int]:
+        saved = [self._checksums[copy.slot] for copy in part]
+        return self._threads.submit(self._count_intact, [copy.slot for copy in part], saved)
+
+    def _load(self, copies: Sequence[BlockCopy], is_first: bool) -> Event:
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for copy in copies:
             targets += [tensor[copy.block] for tensor in self._tensors]
             sources += self._slots[copy.slot].split(self._sizes)
-        return self._copies.load(targets, sources)
+        return self._copies.load(targets, sources, is_first)
 
     def _checksum(self, slot: int) -> int:
         return zlib.crc32(self._slots[slot].numpy().data)
 
-    def _is_intact(self, slot: int, saved: Future[int]) -> bool:
-        """Return whether a slot has the checksum of its save, which was submitted to these threads before."""
-        return self._checksum(slot) == saved.result()
+    def _count_intact(self, slots: Sequence[int], saved: Sequence[Future[int]]) -> int:
+        """Return the number of the first slots that have the checksums of their saves, which were submitted to these
+        threads before."""
+        for count, (slot, checksum) in enumerate(zip(slots, saved, strict=True)):
+            if self._checksum(slot) != checksum.result():
+                return count
+        return len(slots)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from npuserve.npu.execution import host_blocks
 from npuserve.npu.execution.host_blocks import HostBlocks
 from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
@@ -29,7 +30,13 @@ class Done:
 
 
 class DirectCopies:
-    """Backend and copies without queues."""
+    """Backend and copies without queues.
+
+    first_loads: `is_first` of the calls of `load`.
+    """
+
+    def __init__(self) -> None:
+        self.first_loads: list[bool] = []
 
     def side_copies(self) -> DirectCopies:
         return self
@@ -45,7 +52,9 @@ class DirectCopies:
             target.copy_(source)
         return Done()
 
-    load = save
+    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], is_first: bool) -> Done:
+        self.first_loads.append(is_first)
+        return self.save(targets, sources)
 
 
 def host_of(num_slots: int) -> tuple[HostBlocks, list[torch.Tensor]]:
@@ -57,6 +66,25 @@ def wait_for_load(host: HostBlocks) -> LoadedBlocks:
     while not (loaded := host.take_loaded()):
         time.sleep(0.001)
     return loaded[0]
+
+
+@pytest.mark.parametrize(("corrupt", "num_intact", "first_loads"), [
+    (None, 6, [True, False, False]), (5, 5, [True, False, False]), (4, 4, [True, False]), (0, 0, [])])
+def test_load_in_parts_ends_before_the_corrupt_block(
+    monkeypatch: pytest.MonkeyPatch, corrupt: int | None, num_intact: int, first_loads: list[bool]
+) -> None:
+    """Parts of two blocks: one check and one copy each. The first copy of a load alone waits for the steps."""
+    monkeypatch.setattr(host_blocks, "MAX_COPIES", 4)
+    host, _ = host_of(6)
+    host.launch([BlockCopy(block, block) for block in range(6)], [])
+    host.take_loaded()
+    if corrupt is not None:
+        host._checksums[corrupt].result()
+        host._slots[corrupt][3] ^= 1
+    host.launch([], [BlockLoad(0, [BlockCopy(7 - slot % 2, slot) for slot in range(6)])])
+    assert len(host._loads[0].checks) == 3
+    assert wait_for_load(host) == LoadedBlocks(0, num_intact)
+    assert host._copies.first_loads == first_loads  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])

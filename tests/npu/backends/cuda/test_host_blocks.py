@@ -54,9 +54,9 @@ def test_cuda_load_is_queued_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     queued: list[int] = []
     load_blocks = HostBlocks._load
 
-    def counted(self: HostBlocks, copies: Sequence[BlockCopy]) -> Event:
+    def counted(self: HostBlocks, copies: Sequence[BlockCopy], is_first: bool) -> Event:
         queued.append(len(copies))
-        return load_blocks(self, copies)
+        return load_blocks(self, copies, is_first)
 
     monkeypatch.setattr(HostBlocks, "_load", counted)
     check_bits(lambda memory: loaded(tmp_path, memory), 64)
