@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from npuserve.npu.backends.base import Backend, Event
+from npuserve.npu.backends.base import Backend, BackendError, Event
 from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks
 
 MAX_CHUNK_BYTES = 1 << 30
@@ -101,7 +101,11 @@ class HostBlocks:
         self._slots: list[Tensor] = []
         for size in chunk_sizes(memory, self.block_bytes):
             count = size // self.block_bytes
-            buffer = backend.host_buffer(size, dtype=torch.uint8)
+            try:
+                buffer = backend.host_buffer(size, dtype=torch.uint8)
+            except (RuntimeError, MemoryError) as error:
+                raise BackendError(
+                    f"kv_offload_memory: the host has no further {size >> 20} MiB of pinned memory: {error}") from error
             self._slots += buffer[: count * self.block_bytes].view(count, self.block_bytes)
         self._threads = ThreadPoolExecutor(CHECKSUM_THREADS, thread_name_prefix="checksums")
         self._checksums: dict[int, Future[int]] = {}  # by slot

@@ -82,8 +82,8 @@ RESTORE_SECONDS = 2.0
 """Maximum time between messages that a restarted engine waits for the front ends. They connect within about 50 ms."""
 LONG_STEP_SECONDS = 0.004
 """Minimum expected duration of a step for the engine to read messages during it."""
-LOAD_SECONDS = 0.001
-"""Time between two looks for the end of a load from host memory while nothing runs."""
+LOAD_POLL_SECONDS = 0.001
+"""Time between two polls of the loads from host memory while nothing runs, and during a long step."""
 MAX_EARLY_SECONDS = 0.005
 """Most time before the expected end of a step at which the engine stops reading messages, if the next step needs its
 tokens. The time is a quarter of a short step."""
@@ -279,7 +279,9 @@ class Engine:
             last = end - min(expected / 4, MAX_EARLY_SECONDS)
             wake_up = last
         while not self._runner.ready(oldest.handle) and (now := time.monotonic()) < last:
-            self.receive(min(max(wake_up - now, expected / 8, 0.001), 0.02))  # `ready` is a call on the device
+            longest = LOAD_POLL_SECONDS if self._scheduler.is_loading else 0.02
+            self.receive(min(max(wake_up - now, expected / 8, 0.001), longest))  # `ready` is a call on the device
+            self._scheduler.poll_loads()
             self._outbox.flush()
 
     def _idle_timeout(self) -> float:
@@ -287,7 +289,7 @@ class Engine:
         if self._kv_events and self._kv_events.has_work:
             return 0.0
         if self._scheduler.is_loading:
-            return LOAD_SECONDS
+            return LOAD_POLL_SECONDS
         now = time.monotonic()
         deadline = self._scheduler.deadlines.next(now)
         return HEARTBEAT_SECONDS if deadline is None else min(max(0.0, deadline - now), HEARTBEAT_SECONDS)

@@ -90,6 +90,7 @@ class HostTier:
         self._loads: dict[int, _Load] = {}  # in progress, the oldest first
         self._load_of: dict[bytes, int] = {}  # digest -> the load in progress that contains its block
         self._ids = itertools.count()
+        self._ended: list[LoadedBlocks] = []  # loads that have ended, for the next `finish`
         self._new_saves: dict[bytes, BlockCopy] = {}  # by digest, the saves that no step carries yet
         self._new_loads: list[BlockLoad] = []
 
@@ -187,10 +188,17 @@ class HostTier:
     def has_new_loads(self) -> bool:
         return bool(self._new_loads)
 
+    def poll(self) -> None:
+        """Let the runner queue further parts of loads. Call it often while a long step runs."""
+        self._ended += self._take_loaded()
+
     def finish(self, blocks: BlockManager) -> set[int]:
         """Enter the blocks of the loads that have ended into the prefix cache. Return the ids of these loads."""
         ended: set[int] = set()
-        for load_id, num_intact in self._take_loaded():
+        self.poll()
+        ended_loads = self._ended
+        self._ended = []
+        for load_id, num_intact in ended_loads:
             load = self._loads.pop(load_id)
             ended.add(load_id)
             for digest in load.digests:

@@ -162,6 +162,11 @@ class Scheduler:
         """True until all loads from host memory have ended, and a plan has taken them in."""
         return self.tier is not None and self.tier.is_loading
 
+    def poll_loads(self) -> None:
+        """Let loads from host memory advance. The next plan takes in their ends."""
+        if self.tier is not None and self.tier.is_loading:
+            self.tier.poll()
+
     @property
     def expected_seconds(self) -> float:
         """Estimated duration of the oldest step in flight; 0 until a step was measured."""
@@ -259,7 +264,7 @@ class Scheduler:
         """Plan a step. One without rows and loads need not be launched. Read block_ids in the launch only: the lists
         may grow."""
         if self.tier is not None:
-            self._finish_loads(self.tier)
+            self._finish_loading(self.tier)
         if self.waits_for_tokens:
             return Plan(Step([]), [], [])
         self._run_unpaused(now)
@@ -292,7 +297,7 @@ class Scheduler:
         self.drafting.planned(step)
         return Plan(step, plan.dropped, plan.constrained)
 
-    def _finish_loads(self, tier: HostTier) -> None:
+    def _finish_loading(self, tier: HostTier) -> None:
         """Return the requests whose loads have ended to their places in the queue."""
         ended = tier.finish(self.blocks)
         if not ended:
@@ -309,7 +314,7 @@ class Scheduler:
             return [], []
         return self.tier.take_copies()
 
-    def _load_first(self, sequence: Sequence) -> bool:
+    def _start_loading(self, sequence: Sequence) -> bool:
         """Let a request from the queue wait for its blocks from host memory. Return False if there are none to load."""
         wait = None if self.quarantine else self.memory.load(sequence, spare=len(self._running))
         if wait is None:
@@ -548,7 +553,7 @@ class Scheduler:
         returning = self._queue.returning
         head = newcomer or self._queue.next()
         leaving = self._preemption.yielding(head, returning) if head is not None else []
-        if leaving and head is not None and self._load_first(head):
+        if leaving and head is not None and self._start_loading(head):
             return []
         if any(sequence.num_steps_in_flight for sequence in leaving):
             return leaving
@@ -654,7 +659,7 @@ class Scheduler:
             if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
                 plan.dropped.append(self._drop_late(sequence))
                 continue
-            if self._load_first(sequence):
+            if self._start_loading(sequence):
                 continue
             is_new = not sequence.was_admitted
             if not self._admit(sequence, now):

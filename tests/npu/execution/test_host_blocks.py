@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from npuserve.npu.backends.base import BackendError
 from npuserve.npu.execution import host_blocks
 from npuserve.npu.execution.host_blocks import HostBlocks
 from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks
@@ -60,6 +61,15 @@ class DirectCopies:
 def host_of(num_slots: int) -> tuple[HostBlocks, list[torch.Tensor]]:
     tensors = [torch.arange(64, dtype=torch.uint8).view(8, 8), torch.arange(100, 116, dtype=torch.uint8).view(8, 2)]
     return HostBlocks(DirectCopies(), tensors, 16 * num_slots), tensors  # type: ignore[arg-type]
+
+
+def test_host_memory_that_cannot_be_pinned_names_the_setting() -> None:
+    class Full(DirectCopies):
+        def host_buffer(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(BackendError, match=r"kv_offload_memory: .* of pinned memory: out of memory"):
+        HostBlocks(Full(), [torch.zeros(8, 8)], 1 << 20)  # type: ignore[arg-type]
 
 
 def wait_for_load(host: HostBlocks) -> LoadedBlocks:

@@ -197,14 +197,41 @@ def test_loop_stops_reading_before_the_end_of_a_step_whose_tokens_the_next_one_n
         assert timeout > 0
         now += timeout
 
+    scheduler = SimpleNamespace(expected_seconds=expected, is_loading=False, poll_loads=lambda: None)
     engine = object.__new__(Engine)
     monkeypatch.setattr(loop.time, "monotonic", lambda: now)
     monkeypatch.setattr(engine, "receive", receive)
     for name, made in {
-        "_scheduler": SimpleNamespace(expected_seconds=expected), "_outbox": SimpleNamespace(flush=lambda: None),
+        "_scheduler": scheduler, "_outbox": SimpleNamespace(flush=lambda: None),
         "_runner": SimpleNamespace(ready=lambda handle: False),
         "_pipeline": SimpleNamespace(oldest=SimpleNamespace(handle=None), oldest_began=0.0, needs_tokens=needs_tokens),
     }.items():
         monkeypatch.setattr(engine, name, made, raising=False)
     engine._receive_during_step()
     assert end <= now <= end + max(expected / 8, 0.02 if end > 1 else 0.001)
+
+
+def test_loop_polls_loads_from_host_memory_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step takes 100 ms, and loads advance every millisecond."""
+    now = 0.0
+    polls = 0
+
+    def receive(timeout: float) -> None:
+        nonlocal now
+        now += timeout
+
+    def poll_loads() -> None:
+        nonlocal polls
+        polls += 1
+
+    engine = object.__new__(Engine)
+    monkeypatch.setattr(loop.time, "monotonic", lambda: now)
+    monkeypatch.setattr(engine, "receive", receive)
+    for name, made in {
+        "_scheduler": SimpleNamespace(expected_seconds=0.1, is_loading=True, poll_loads=poll_loads),
+        "_outbox": SimpleNamespace(flush=lambda: None), "_runner": SimpleNamespace(ready=lambda handle: now >= 0.1),
+        "_pipeline": SimpleNamespace(oldest=SimpleNamespace(handle=None), oldest_began=0.0, needs_tokens=False),
+    }.items():
+        monkeypatch.setattr(engine, name, made, raising=False)
+    engine._receive_during_step()
+    assert 90 <= polls <= 110

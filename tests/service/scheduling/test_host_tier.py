@@ -195,6 +195,23 @@ def test_load_makes_the_prefix_the_last_block_to_be_forgotten() -> None:
     assert list(tier._slots) == digests[::-1]
 
 
+def test_load_advances_while_no_step_is_planned() -> None:
+    harness = harness_of()
+    for seed in (1, 2):
+        answer(harness, ids(seed))
+    harness.device.load_polls = 4
+    sequence = harness.add(ids(1), 2)
+    harness.tick()
+    for _ in range(4):
+        harness.scheduler.poll_loads()
+        assert sequence.state is State.LOADING
+    assert not harness.device.loads
+    harness.tick()
+    assert sequence.state is State.RUNNING
+    harness.finish()
+    harness.check_answer(sequence)
+
+
 def test_requests_with_one_prefix_wait_for_one_load() -> None:
     harness = harness_of(num_blocks=64, max_num_seqs=8, host_slots=64)
     answer(harness, ids(1))
