@@ -377,31 +377,36 @@ class Dispatch:
             self._buffers.pad(part, selection.captured.size(part.tokens))
         return selection
 
-    def drafting(self, part: Part, selection: Selection | None) -> Drafting:
+    def drafting(self, part: Part, selection: Selection | None, *, is_timed: bool) -> Drafting:
         """Plan the drafts after each sample of a part, and write their inputs. Only the first part of a step has some.
 
         Steps with too many samples have none (`DraftBuffers.most_samples`).
 
         selection: the step that computes the part.
+        is_timed: the kernels of the step are called one by one, to time each.
         """
         assert self._buffers.drafting is not None
+        most_samples = self._buffers.drafting.most_samples
         samples = len(part.samples)
         depth = max(row.predicts for row in part.rows)
-        if part.first or samples > self._buffers.drafting.most_samples:
+        if part.first or samples > most_samples:
             depth = 0
         if depth not in self._steps.depths:
             raise ValueError(f"{depth} drafts after a row, where at most {self._steps.depths[-1]} are possible")
-        captured: Captured | None = None
-        is_decode = selection is not None and not selection.takes_chunks
+        graphs: Captured | None = None
+        takes_decodes = selection is not None and not selection.takes_chunks
         if selection is not None:
-            captured = (self.decodes if is_decode else self.chunks).drafts.get(depth)
+            graphs = (self.decodes if takes_decodes else self.chunks).drafts.get(depth)
+        captured = None if is_timed else graphs
         if not depth:
             return Drafting(0, samples, [], captured)
-        if captured is not None:
-            size = captured.size(part.tokens)
-            samples = size if is_decode else self._steps.drafted_samples(size)
+        # As `batch` does: kernels that are called one by one are padded only on a device that compiles.
+        is_padded = graphs is not None and (captured is not None or self._compiles)
+        if graphs is not None and is_padded:
+            size = graphs.size(part.tokens)
+            samples = size if takes_decodes else self._steps.drafted_samples(size)
         lengths = self._buffers.fill_samples(
-            part, samples, self._steps.num_following(depth), is_decode=is_decode and captured is not None)
+            part, samples, self._steps.num_following(depth), is_decode=takes_decodes and is_padded)
         return Drafting(depth, samples, lengths, captured)
 
 

@@ -177,4 +177,6 @@ class DraftBuffers:
                              on["padding_slots"][:samples], following)
 
     def _by_token(self, arrays: Mapping[str, Array], name: str) -> Array:
-        return arrays[name].reshape(self._tokens, len(arrays[name]) // max(1, self._tokens))
+        """Return a section as [tokens, samples] or [tokens, rows]."""
+        width = self._rows if name == "following_contexts" else self._max_samples
+        return arrays[name].reshape(self._tokens, width)

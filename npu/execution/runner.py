@@ -313,7 +313,8 @@ class Runner:
         is_constrained = any(part.constrained for part in staged.parts)
         for part in staged.parts:
             is_on_host = bool(host_rows) and part is staged.parts[-1]
-            works.append(self._plan(part, len(requests), staged, is_constrained=is_constrained, is_on_host=is_on_host))
+            works.append(self._plan(
+                part, len(requests), staged, is_constrained=is_constrained, is_on_host=is_on_host, is_timed=timed))
             constrained += [ConstrainedRow(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
         self._sampled = {request_id: index for index, request_id in enumerate(requests)}
@@ -413,11 +414,14 @@ class Runner:
 
     # Planning on the host
 
-    def _plan(self, part: Part, first: int, staged: Staged, *, is_constrained: bool, is_on_host: bool) -> Work:
+    def _plan(
+        self, part: Part, first: int, staged: Staged, *, is_constrained: bool, is_on_host: bool, is_timed: bool
+    ) -> Work:
         """Plan a part.
 
         is_constrained: the step's sampling is queued later.
         is_on_host: the host computes the part.
+        is_timed: the kernels of the step are timed.
         """
         sampled_rows = 0 if is_constrained or is_on_host else self._dispatch.sampled_rows(part)
         inputs = self._buffers.host_sampling(sampled_rows) if sampled_rows else None
@@ -431,7 +435,7 @@ class Runner:
         argmax = isinstance(plan, ArgmaxPlan) and not is_constrained
         filters = plan.filters if isinstance(plan, FixedPlan) else None
         selection = self._dispatch.select(part, argmax=argmax, filters=filters)
-        drafting = self._dispatch.drafting(part, selection) if self._drafts_all else None
+        drafting = self._dispatch.drafting(part, selection, is_timed=is_timed) if self._drafts_all else None
         return Work(part, first, plan, selection, prompt, pooled, drafted, drafting)
 
     # Work in the device's queue
@@ -540,7 +544,7 @@ class Runner:
             return
         if (drafting := work.drafting) is None:
             output.drafted += self._predictor.draft(self._buffers.batch(work.part), hidden, work.drafted)
-        elif drafting.captured is not None and not output.timings:
+        elif drafting.captured is not None:
             part = work.part
             drafting.captured.replay(part.tokens, part.context_lens, part.cu_seqlens, drafting.lengths)
         else:

@@ -52,22 +52,22 @@ def answered(
     return answers, drafting
 
 
-def assert_equal_without(folder: Path, requests: list[loop.Ask], **settings: Any) -> None:
+def assert_equal_without(folder: Path, requests: list[loop.Ask], *, depth: int = DEPTH, **settings: Any) -> None:
     """Compare tokens and log-probabilities with those of the same device without a head, and drafts with the CPU's."""
     plain, _ = loop.serve(on_npu(folder, **settings), requests, 2, 40, 4, 48)
-    npu = on_npu(folder, mtp="on", **settings)
+    npu = on_npu(folder, mtp="on", draft_depth=depth, **settings)
     assert npu.predicts
-    answers, drafting = answered(npu, requests)
+    answers, drafting = answered(npu, requests, depth)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     for one, other in zip(answers, plain, strict=True):
         assert [report.logprob for report in one.logprobs] == pytest.approx(
             [report.logprob for report in other.logprobs], abs=1e-4)
     assert 0.1 * drafting.drafted < drafting.accepted < drafting.drafted, (drafting.accepted, drafting.drafted)
-    _, expected = answered(on_cpu(folder, mtp="on", **settings), requests)
+    _, expected = answered(on_cpu(folder, mtp="on", **settings), requests, depth)
     of_cpu = {tuple(tokens): drafts for tokens, drafts in expected.drafts}
     compared = [(drafts, of_cpu[tuple(tokens)]) for tokens, drafts in drafting.drafts if tuple(tokens) in of_cpu]
     assert len(compared) > 10
-    assert max(len(drafts) for drafts, _ in compared) == DEPTH
+    assert max(len(drafts) for drafts, _ in compared) == depth
     different = [pair for pair in compared if pair[0] != pair[1]]
     assert len(different) <= len(compared) // 10, different
 
@@ -86,6 +86,17 @@ def saved_with_head(folder: Path, layers: str) -> Path:
 @emulated(relax=RELAX, poison=True)
 def test_mtp_answers_equal_those_without(tmp_path: Path, layers: str, sampling: dict[str, Any]) -> None:
     assert_equal_without(saved_with_head(tmp_path, layers), asks(4, 14, **sampling))
+
+
+@emulated(relax=RELAX, poison=True)
+def test_mtp_answers_of_one_draft_a_row_equal_those_without(tmp_path: Path) -> None:
+    assert_equal_without(saved_with_head(tmp_path, "hybrid"), asks(4, 14), depth=1)
+
+
+@emulated(relax=RELAX, poison=True)
+def test_mtp_answers_of_timed_steps_equal_those_without(tmp_path: Path) -> None:
+    """Their kernels are called one by one. Three rows are fewer than those of a captured step."""
+    assert_equal_without(saved_with_head(tmp_path, "hybrid"), asks(3, 14), kernel_sampling=2)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
