@@ -104,6 +104,10 @@ class Drafter:
             gains.append(gain)
         return gains
 
+    def num_predicted(self, count: int) -> int:
+        """Return 0: no draft is predicted by a head or a smaller model."""
+        return 0
+
     @property
     def eager_drafts(self) -> int:
         """Number of drafts that are computed whatever they cost: twice the length of the match."""

@@ -46,6 +46,11 @@ class RequestDrafter:
         """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row."""
         return self._best(count)[1].gains(count)
 
+    def num_predicted(self, count: int) -> int:
+        """Return how many of the first `count` drafts a head or a smaller model predicted."""
+        source = self._best(count)[1] if count else None
+        return count if source is not None and source is self._predicted else 0
+
     @property
     def eager_drafts(self) -> int:
         """Number of drafts that are computed whatever they cost."""

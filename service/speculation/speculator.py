@@ -54,6 +54,9 @@ class DraftSource(Protocol):
     def gains(self, count: int) -> list[float]:
         """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row."""
 
+    def num_predicted(self, count: int) -> int:
+        """Return how many of its first `count` drafts a head or a smaller model predicted."""
+
     @property
     def eager_drafts(self) -> int:
         """Number of drafts that are computed whatever they cost."""
@@ -113,7 +116,7 @@ class Speculator:
         self._overlapped = 0  # overlapped steps since the rows last waited
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
         self._unpredicted = 0  # steps since the head drafted as many tokens as it can
-        self._used_depth = float(depth)  # most drafts of a row in recent waiting steps
+        self._used_depth = float(depth)  # most predicted drafts of a row in recent waiting steps
         self._share_seconds = 0.0  # recent seconds of steps, and of drafting
         self._share_drafting = 0.0
 
@@ -139,7 +142,9 @@ class Speculator:
         if not self.waits:
             return [0] * len(candidates)
         if not is_beside_prompts:
-            self._used_depth = max(self._used_depth - 1 / DEPTH_STEPS, *counts, 1)
+            predicted = (drafter.num_predicted(count)
+                         for (drafter, _, _), count in zip(candidates, counts, strict=True))
+            self._used_depth = max(self._used_depth - 1 / DEPTH_STEPS, *predicted, 1)
             self._waiting += 1
             if self._waiting >= MAX_WAITING:
                 self._stop_waiting()

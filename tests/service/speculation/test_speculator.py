@@ -171,6 +171,30 @@ def test_suffix_drafts_twice_the_match_within_the_limits() -> None:
     assert sum(speculator.choose(candidates, load, 9)) <= 9
 
 
+def test_head_drafts_no_deeper_for_long_drafts_from_text() -> None:
+    """A row with long drafts from text does not count among those whose drafts are predicted."""
+    speculator = Speculator("auto", depth=3)
+    text = RequestDrafter(KnownDrafter(speculator.rates, lambda place: True), None)
+    speculator.waits = True
+    speculator._used_depth = 1.0
+    for _ in range(200):
+        speculator.rates.record(25, True)
+        speculator.costs.record(1, 1.0, is_overlapped=True)
+        speculator.costs.record(16, 1.05, is_overlapped=False)
+    (count,) = speculator.choose([Candidate(text, 100)], StepTokens(1, 1), 64)
+    assert count > 3
+    assert speculator.predicts() == 1
+    predicted = PredictedDrafts(3, speculator.predicted_rates)
+    predicted.replace([5, 6, 7])
+    for _ in range(200):
+        for depth in (1, 2, 3):
+            speculator.predicted_rates.record(depth, True)
+    both = [Candidate(text, 100), Candidate(RequestDrafter(None, predicted), 2)]
+    counts = speculator.choose(both, StepTokens(1, 1), 64)
+    assert counts[1] == 2
+    assert speculator.predicts() == 2
+
+
 def test_head_drafts_as_deep_as_its_drafts_pay() -> None:
     """A token takes 0.3 of a step. Second drafts are seldom right, and after a while all are."""
     speculator = Speculator("auto", depth=3)
