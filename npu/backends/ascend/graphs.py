@@ -53,8 +53,8 @@ class AscendGraphs(Graphs[CapturedGraph]):
         if not graph.records:
             graph.replay()
             return graph.output[:rows]
-        self._check(graph, context_lens, cu_seqlens)
         lengths = [(context_lens, cu_seqlens), *further]
+        self._check(graph, lengths)
         self._lengths.put(graph, *(
             {"actual_seq_lengths_kv": list(contexts)} if self._decode else
             {"actual_seq_lengths_kv": list(contexts), "actual_seq_lengths": list(starts[1:])}
@@ -63,12 +63,22 @@ class AscendGraphs(Graphs[CapturedGraph]):
         self._lengths.replayed(graph)
         return graph.output[:rows]
 
-    def _check(self, graph: CapturedGraph, context_lens: Sequence[int], cu_seqlens: Sequence[int]) -> None:
-        if self._decode and len(context_lens) != graph.rows:
-            raise ValueError(f"{len(context_lens)} context lengths for a graph of {graph.rows} rows")
-        if not self._decode and (len(cu_seqlens) != len(context_lens) + 1 or cu_seqlens[-1] != graph.rows):
-            raise ValueError(f"{len(context_lens)} context lengths and {list(cu_seqlens[-1:])} tokens for a graph of "
-                             f"{graph.rows} tokens")
+    def _check(self, graph: CapturedGraph, lengths: Sequence[RowLengths]) -> None:
+        """Raise ValueError if the lengths of a batch are not of its captured rows and tokens."""
+        calls = len(graph.records)
+        if calls % len(lengths):
+            raise ValueError(f"lengths of {len(lengths)} batches for {calls} calls of attention")
+        for number, (contexts, starts) in enumerate(lengths):
+            captured = graph.records[number * calls // len(lengths)].kwargs
+            rows = len(captured["actual_seq_lengths_kv"])
+            if self._decode and len(contexts) != rows:
+                raise ValueError(f"{len(contexts)} context lengths for a graph of {rows} rows")
+            if self._decode:
+                continue
+            tokens = captured["actual_seq_lengths"][-1]
+            if len(contexts) != rows or len(starts) != rows + 1 or starts[-1] != tokens:
+                raise ValueError(f"{len(contexts)} context lengths and {list(starts[-1:])} tokens for a graph of "
+                                 f"{tokens} tokens and {rows} rows")
 
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> CapturedGraph:
         graph = capture(step, rows, self._stream, self._pool)

@@ -43,9 +43,9 @@ def using(updater: type) -> AbstractContextManager[None]:
 
 class Attention:
     """Graphs of one row's attention over a cache whose values are their slot numbers: a context of n tokens yields the
-    mean of the first n slots."""
+    mean of the first n slots. calls: number of calls of attention, whose results are concatenated."""
 
-    def __init__(self, backend: AscendBackend):
+    def __init__(self, backend: AscendBackend, calls: int = 1):
         from npuserve.kernels.attention import AttentionMetadata, paged_attention
 
         slots = torch.arange(128.0)[:, None, None].expand(128, 1, 128).contiguous().to(torch.float16)
@@ -53,7 +53,8 @@ class Attention:
         q, tables = q.half().to("npu"), torch.zeros(1, 1, dtype=torch.int32).to("npu")
         attend, metadata = (
             paged_attention.implementations["ascend"].function, AttentionMetadata.from_lengths(tables, [1], [1]))
-        made = backend.capture(lambda rows: attend(q, keys, values, metadata, 1.0), 1, decode=True)
+        made = backend.capture(lambda rows: torch.cat(
+            [attend(q, keys, values, metadata, 1.0).view(1, 128) for _ in range(calls)], 1), 1, decode=True)
         self._keep = keys, values, q, metadata
         assert isinstance(made, AscendGraphs)
         self.backend, self.lengths, self.graph = backend, backend._lengths, made._graphs[1].graph
@@ -78,6 +79,26 @@ def test_ascend_replays_use_their_own_lengths(updater: type) -> None:
     assert list(attention.of(1, 3, 128)) == [0.0, 1.0, 63.5]
     for n in (5, 99, 2, 64):
         assert list(attention.of(n)) == [(n - 1) / 2]
+
+
+@UPDATERS
+@emulated()
+def test_ascend_batches_of_a_step_have_their_own_lengths(updater: type) -> None:
+    """Of four calls of attention, two belong to the first batch, and two to the second."""
+    with using(updater):
+        attention = Attention(started(), calls=4)
+    backend = attention.backend
+    for first, second in ((3, 128), (64, 5)):
+        buffer = backend.host_buffer(1, 4 * 128, dtype=torch.float16)
+        event = backend.fetch(attention.replay(1, [first], (), [([second], ())]), buffer)
+        attention.lengths.check(attention.lengths.given)
+        attention.graph.graph_dispatch_mode.update_stream.synchronize()
+        event.wait()
+        assert buffer[0, ::128].tolist() == [(n - 1) / 2 for n in (first, first, second, second)]
+    with pytest.raises(ValueError, match="2 context lengths for a graph of 1 rows"):
+        attention.replay(1, [1], (), [([1, 1], ())])
+    with pytest.raises(ValueError, match="lengths of 3 batches for 4 calls of attention"):
+        attention.replay(1, [1], (), [([1], ())] * 2)
 
 
 @emulated(fresh=True)
