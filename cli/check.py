@@ -268,7 +268,13 @@ def served_model(
     config: ServerConfig, folder: Path, backend: Backend, prefill: Backend | None, shard: Shard
 ) -> ModelConfig:
     """Return the configuration of the model as it is served, with what drafts tokens. Raises as `load_runner` does."""
-    from npuserve.npu.execution.load import check_draft_device, drafting_config, possible_mtp, with_draft
+    from npuserve.npu.execution.load import (
+        check_draft_device,
+        chunk_obstacle,
+        drafting_config,
+        possible_mtp,
+        with_draft,
+    )
     from npuserve.npu.model.config import ModelConfig
 
     draft = draft_folder(config)
@@ -277,7 +283,9 @@ def served_model(
     can = backend.capabilities
     model = ModelConfig.from_folder(folder, config.lm_head_dtype, task=config.task, float8=can.float8,
                                     int4=can.int4, mtp=mtp).sharded(shard)
-    return drafting_config(with_draft(model, draft, backend), backend, config.dtype, config.kv_cache_dtype, mtp)
+    model = with_draft(model, draft, backend)
+    obstacle = chunk_obstacle(model, backend, config.dtype, config.kv_cache_dtype)
+    return drafting_config(model, backend, mtp, obstacle)
 
 
 def memory_plan(

@@ -21,6 +21,7 @@ from npuserve.npu.backends.base import Backend, DeviceSettings
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.batch import make_batch
 from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.load import chunk_obstacle
 from npuserve.npu.execution.memory_plan import predict
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import StateStore
@@ -59,7 +60,7 @@ def load(
     runner = Runner(
         backend, weights, config, plan.num_blocks, plan.block_size, max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype,
-        num_slots=plan.num_slots)
+        num_slots=plan.num_slots, capture_chunks=not chunk_obstacle(config, backend, dtype, kv_cache_dtype))
     model = Model.of(config, weights, plan.max_model_len, KernelSet(backend.kernels, own=backend.own_kernels), backend)
     return Loaded(runner, model, backend)
 

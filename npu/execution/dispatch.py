@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from npuserve.npu.step import Row
 log = logging.getLogger(__name__)
 
 Rows = Sequence[Row]
+Key = TypeVar("Key", int, Filters)
 
 MIN_FORCED = 2
 MIN_FORCED_EAGER = 4
@@ -106,6 +108,14 @@ class CapturableSteps:
         sampled = self._buffers.sampled_tokens(
             self.drafted_samples(tokens), self.num_following(depth), is_decode=False)
         return self._predictor.draft_all(self._buffers.tokens(tokens), sampled, depth)
+
+    def largest(self) -> Tensor:
+        """Compute the largest batch of any rows, and draft after its samples. Return its hidden states."""
+        tokens = self._buffers.most_tokens
+        hidden = self.chunks(tokens)
+        if self.depths:
+            self.chunks_drafts(self.depths[-1], tokens)
+        return hidden
 
     def num_following(self, depth: int) -> int:
         """Return the number of tokens after each sample that are computed for `depth` drafts."""
@@ -188,11 +198,11 @@ class Dispatch:
 
     Constrained rows are sampled outside, since their masks arrive after the forward pass is queued.
 
-    If the device refuses to capture the sampler alone, the other steps stay captured, and the sampler runs kernel by
-    kernel.
+    If the device refuses to capture the sampler or drafting alone, the other steps stay captured, and the refused ones
+    run kernel by kernel.
 
     max_rows: rows of the largest step.
-    capture_chunks: capture steps of any rows (`Backend.captures_chunks`).
+    capture_chunks: capture steps of any rows.
     capture_mode: whether steps are captured.
     may_drop: this process may run steps kernel by kernel if it cannot capture them. A rank of a group may not: captured
         steps are padded, and the collectives of all ranks must have the same number of rows.
@@ -235,7 +245,7 @@ class Dispatch:
                 # Compile, load and allocate now what the first step that is not captured would.
                 if self._pads:
                     buffers.clear()
-                steps.chunks(buffers.most_tokens)
+                steps.largest()
                 backend.synchronize()
         self._together = self.chunks.hidden is not None or (backend.settings.capture_chunks and not capture_chunks)
 
@@ -256,14 +266,15 @@ class Dispatch:
             hidden = backend.capture(steps.decode, max_rows, decode=True)
         drafts: Mapping[int, Captured] = {}
         if self._captures_chunks:
-            drafts = self._capture_drafts(backend, steps.decode_drafts, steps.depths, max_rows, decode=True)
+            drafts = self._capture_drafts(backend, steps, hidden, may_drop=may_drop)
         decodes = CapturedSteps(hidden, argmax, sampled, drafts)
         if self._pads:
             self._buffers.clear()
         if self._pads and not self._captures_chunks:
             return decodes, CapturedSteps()
         max_tokens = self._buffers.most_tokens
-        drafts = self._capture_drafts(backend, steps.chunks_drafts, steps.depths, max_tokens, decode=False)
+        if drafts:
+            drafts = self._capture_chunk_drafts(backend, steps, may_drop=may_drop)
         if not has_sampler:
             return decodes, CapturedSteps(backend.capture(steps.chunks, max_tokens, decode=False), drafts=drafts)
         argmax = backend.capture(steps.chunks_argmax, max_tokens, decode=False)
@@ -274,34 +285,71 @@ class Dispatch:
                 backend, steps.chunks_sampled, filtering, max_tokens, decode=False, may_drop=may_drop)
         return decodes, CapturedSteps(hidden, argmax, sampled, drafts)
 
-    @staticmethod
     def _capture_drafts(
-        backend: Backend, step: Callable[[int, int], Tensor], depths: Iterable[int], largest: int, *, decode: bool
+        self, backend: Backend, steps: CapturableSteps, decodes: Captured | None, *, may_drop: bool
     ) -> dict[int, Captured]:
-        """Capture a step that drafts, for each of `depths`. Raises CaptureError."""
-        captured = {depth: backend.capture(partial(step, depth), largest, decode=decode) for depth in depths}
-        return {depth: graphs for depth, graphs in captured.items() if graphs is not None}
+        """Capture the steps that draft after decode rows, by the number of drafts after each.
+
+        decodes: captured steps of decode rows, which drafting follows.
+        """
+        if self._buffers.drafting is None or decodes is None:
+            return {}
+        most_rows = min(decodes.largest, self._buffers.drafting.most_samples)
+        drafted = sorted({rows for rows in map(decodes.size, range(1, most_rows + 1)) if rows <= most_rows})
+
+        def capture(depth: int) -> Captured | None:
+            log.info("capturing steps of decode rows with %d drafts after each", depth)
+            step = partial(steps.decode_drafts, depth)
+            if not depth:
+                return backend.capture(step, decodes.largest, decode=True)
+            return backend.capture(step, drafted[-1], decode=True, buckets=drafted) if drafted else None
+
+        return self._capture_each(
+            backend, {depth: partial(capture, depth) for depth in steps.depths}, "Drafting", may_drop=may_drop)
+
+    def _capture_chunk_drafts(
+        self, backend: Backend, steps: CapturableSteps, *, may_drop: bool
+    ) -> dict[int, Captured]:
+        """Capture the steps that draft after the samples of any rows, by the number of drafts after each."""
+
+        def capture(depth: int) -> Captured | None:
+            log.info("capturing steps of any rows with %d drafts after each sample", depth)
+            return backend.capture(partial(steps.chunks_drafts, depth), self._buffers.most_tokens, decode=False)
+
+        return self._capture_each(
+            backend, {depth: partial(capture, depth) for depth in steps.depths}, "Drafting", may_drop=may_drop)
 
     def _capture_sampler(
         self, backend: Backend, step: Callable[[Filters, int], Tensor], each_filters: Sequence[Filters], largest: int,
         *, decode: bool, may_drop: bool,
     ) -> dict[Filters, Captured]:
-        """Capture a step with the sampler for each of `each_filters`. Return {} if the device refuses one of them.
+        """Capture a step with the sampler for each of `each_filters`. Return {} if the device refuses one of them."""
+        captures = {filters: partial(backend.capture, partial(step, filters), largest, decode=decode)
+                    for filters in each_filters}
+        return self._capture_each(backend, captures, "The sampler", may_drop=may_drop)
 
-        Raises CaptureError if the step must be captured, or if the device is unusable afterwards.
+    def _capture_each(
+        self, backend: Backend, captures: Mapping[Key, Callable[[], Captured | None]], name: str, *, may_drop: bool
+    ) -> dict[Key, Captured]:
+        """Capture steps that may run kernel by kernel after captured ones. Return {} if the device refuses one of them.
+
+        captures: calls that capture one of the steps each.
+        name: what they compute, for the log.
+
+        Raises CaptureError if the steps must be captured, or if the device is unusable afterwards.
         """
-        captured: dict[Filters, Captured] = {}
+        captured: dict[Key, Captured] = {}
         if self._capture_mode == "decoder":
             return captured
         try:
-            for filters in each_filters:
-                if (graphs := backend.capture(partial(step, filters), largest, decode=decode)) is not None:
-                    captured[filters] = graphs
+            for key, capture in captures.items():
+                if (graphs := capture()) is not None:
+                    captured[key] = graphs
         except CaptureError as error:
             if self._capture_mode == "on" or not may_drop or not _is_usable(backend):
                 error.next_mode = "decoder"
                 raise
-            log.warning("%s. The sampler runs kernel by kernel after captured steps, which is slower", error)
+            log.warning("%s. %s runs kernel by kernel after captured steps, which is slower", error, name)
             return {}
         return captured
 
@@ -397,6 +445,8 @@ class Dispatch:
         takes_decodes = selection is not None and not selection.takes_chunks
         if selection is not None:
             graphs = (self.decodes if takes_decodes else self.chunks).drafts.get(depth)
+        if graphs is not None and part.tokens > graphs.largest:
+            graphs = None
         captured = None if is_timed else graphs
         if not depth:
             return Drafting(0, samples, [], captured)
@@ -414,13 +464,6 @@ def replaced_kernels(config: ModelConfig, backend: Backend, dtype: torch.dtype) 
     """Return the kernels of a model that are computed without the device's operators."""
     return {kernel for layer in config.local_layers for kernel, sizes in layer.operator_sizes.items()
             if backend.lacks_operator(kernel, sizes, dtype)}
-
-
-def captures_chunks(config: ModelConfig, backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-    """Return True if a device that captures steps also captures those of any rows, such as rows with drafts."""
-    return backend.captures_chunks(cache_dtype) and not any(
-        backend.reads_host_lengths(kernel, sizes, dtype) for layer in config.local_layers
-        for kernel, sizes in layer.operator_sizes.items())
 
 
 def _is_usable(backend: Backend) -> bool:

@@ -25,7 +25,6 @@ from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend, BackendError, CaptureMode, DeviceSettings
 from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
-from npuserve.npu.execution.dispatch import captures_chunks
 from npuserve.npu.execution.memory_plan import MeasuredMemory, MemoryPlan, mib, predict, rotary_bytes
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import block_bytes
@@ -97,7 +96,11 @@ def load_runner(
     check_draft_device(draft, host)
     mtp = possible_mtp(mtp, host)
     config = _config(folder, lm_head_dtype, task, device, group, expert_parallel=expert_parallel, mtp=mtp)
-    config = drafting_config(with_draft(config, draft, device), device, dtype, kv_cache_dtype, mtp)
+    config = with_draft(config, draft, device)
+    obstacle = chunk_obstacle(config, device, dtype, kv_cache_dtype)
+    if group and not group.minimum(int(not obstacle))[0]:
+        obstacle = obstacle or "another rank captures none"
+    config = drafting_config(config, device, mtp, obstacle)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
@@ -121,7 +124,7 @@ def load_runner(
     build = partial(
         Runner, device, weights, config, block_size=plan.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, ranks=ranks,
-        max_drafts=max_drafts, draft=drafting, draft_depth=draft_depth)
+        max_drafts=max_drafts, draft=drafting, draft_depth=draft_depth, capture_chunks=not obstacle)
     if measures:
         length = max_model_len or config.context_length
         measured = _measured(device, config, weights, build, plan, length, max_num_batched_tokens)
@@ -192,24 +195,31 @@ def _with_prompts_on(host: Backend) -> str:
     return f"with prompts computed on {host.name} (prefill_device); possible are off, auto and suffix"
 
 
-def drafting_config(
-    config: ModelConfig, device: Backend, dtype: str, kv_cache_dtype: str, mtp: MtpSetting
-) -> ModelConfig:
+def chunk_obstacle(config: ModelConfig, device: Backend, dtype: str, kv_cache_dtype: str) -> str:
+    """Return why steps of any rows are not captured where steps are; "" if they are."""
+    resolved: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
+    if not device.settings.capture_chunks:
+        return "capture_chunks is off"
+    if not device.captures_chunks(device.cache_dtype(kv_cache_dtype, resolved)):
+        return f"kv_cache_dtype is {kv_cache_dtype}"
+    reading = sorted({kernel for layer in config.local_layers for kernel, sizes in layer.operator_sizes.items()
+                      if device.reads_host_lengths(kernel, sizes, resolved)})
+    return f"{device.name} lacks operators of {', '.join(reading)}" if reading else ""
+
+
+def drafting_config(config: ModelConfig, device: Backend, mtp: MtpSetting, obstacle: str) -> ModelConfig:
     """Return the configuration without an MTP head where the device captures decode rows and not rows with drafts.
 
-    Raises BackendError there for `mtp` "on", and for a smaller model that drafts.
+    obstacle: `chunk_obstacle`. Raises BackendError there for `mtp` "on", and for a smaller model that drafts.
     """
-    if not (config.mtp or config.draft) or device.settings.capture_mode == "off" or not (
-            device.capabilities.padding_blocks):
+    drafts = config.mtp or config.draft
+    if not (drafts and obstacle and device.settings.capture_mode != "off" and device.capabilities.padding_blocks):
         return config
-    resolved: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))
-    if captures_chunks(config, device, resolved, device.cache_dtype(kv_cache_dtype, resolved)):
-        return config
+    reason = f"rows with drafts are not captured, since {obstacle}, and would take much longer than decode rows"
     if config.draft or mtp == "on":
         what = "a model that drafts" if config.draft else "mtp"
-        raise BackendError(f"speculate: {what} is not possible on {device.name} with this model and kv_cache_dtype "
-                           f"{kv_cache_dtype}: rows with drafts are not captured, and would take much longer than "
-                           "decode rows; possible are off and auto")
+        raise BackendError(f"speculate: {what} is not possible on {device.name}: {reason}; possible are off and auto")
+    log.info("the model's head for multi-token prediction is not loaded: %s", reason)
     return config.without_mtp()
 
 
@@ -218,7 +228,7 @@ def _agreed(capture: CaptureMode, group: Group) -> CaptureMode:
     modes: tuple[CaptureMode, ...] = ("off", "decoder", "auto", "on")
     agreed = modes[group.minimum(modes.index(capture))[0]]
     if agreed != capture:
-        what = "the sampler runs" if agreed == "decoder" else "steps run"
+        what = "sampler and drafting run" if agreed == "decoder" else "steps run"
         log.warning("%s kernel by kernel, which is slower: another rank could not use captured steps", what)
     return agreed
 

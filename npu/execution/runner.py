@@ -7,7 +7,8 @@
    dispatch, which reads the batch at fixed addresses: the decoder, and where possible LM head and sampler.
 4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
    copied to one of two host buffers while step n + 1 runs.
-   A head or a smaller model that drafts follows the sampling, kernel by kernel (predictor.py).
+   A head or a smaller model that drafts follows the sampling, by a captured step of its own where steps are captured
+   (predictor.py).
 5. `collect` waits for that copy.
 
 Two steps may be in flight: step n + 1 may be launched before step n is collected.
@@ -40,7 +41,6 @@ from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import (
     CapturableSteps,
     Dispatch,
-    captures_chunks,
     replaced_kernels,
     replay,
 )
@@ -93,7 +93,9 @@ class Runner:
     kv_offload_memory: most bytes of host memory for blocks that are evicted from the KV cache; 0 for none.
     draft: weights of a smaller model that drafts tokens, for `ModelConfig.draft`; None for none.
     draft_depth: most tokens that are drafted after a row where steps are captured as graphs; any number elsewhere.
+    capture_chunks: steps of any rows are captured where steps are (`load.chunk_obstacle`).
     host_blocks: the blocks in host memory; None for none.
+    max_drafted_samples: most samples of a step that drafts tokens; None for any number.
     predicts: steps can draft tokens (`Row.predicts`): the model has a head for this, or there is a smaller one.
     """
 
@@ -121,6 +123,7 @@ class Runner:
         max_drafts: int = 0,
         draft: ModelWeights | None = None,
         draft_depth: int = 0,
+        capture_chunks: bool = True,
         kv_offload_memory: int = 0,
     ):
         self.config = config
@@ -173,6 +176,8 @@ class Runner:
             num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts,
             has_mtp=weights.mtp is not None,
             following=self._predictor.num_following(depth) if self._predictor and self._drafts_all else None)
+        most_samples = self._buffers.drafting.most_samples if self._buffers.drafting else samples
+        self.max_drafted_samples = most_samples if most_samples < samples else None
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
@@ -188,10 +193,11 @@ class Runner:
         self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last, predictor)
         # Collectives by torch.distributed cannot be recorded on the CPU.
         is_recordable = ranks.size == 1 or not can.shares_memory or ranks.region is not None
+        self._capturable = CapturableSteps(self._forward, self._buffers, samples, predictor, depth)
         self._dispatch = Dispatch(
-            backend, self._buffers, CapturableSteps(self._forward, self._buffers, samples, predictor, depth), rows,
+            backend, self._buffers, self._capturable, rows,
             capture_mode=backend.settings.capture_mode if is_recordable else "off",
-            capture_chunks=captures_chunks(config, backend, dtype, self.cache_dtype), may_drop=ranks.size == 1)
+            capture_chunks=capture_chunks, may_drop=ranks.size == 1)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
@@ -265,12 +271,12 @@ class Runner:
 
     @torch.inference_mode()
     def compute_largest_step(self) -> None:
-        """Compute a step of as many tokens and samples as possible kernel by kernel, to measure its memory.
+        """Compute a step of as many tokens, samples and drafts as possible kernel by kernel, to measure its memory.
 
         Its rows have no context. The memory of attention is that of the longest one, since it depends on the tables.
         """
         self._buffers.clear()
-        hidden = self._forward.hidden(self._buffers.tokens(self._buffers.most_tokens))
+        hidden = self._capturable.largest()
         self._forward.warm_up(hidden[: len(self._last)])
         self.backend.synchronize()
 

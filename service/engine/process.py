@@ -249,9 +249,14 @@ def drafting_of(config: ServerConfig, runner: Runner) -> Drafting:
     mode = MODES.get(config.speculate, "model")
     depth = config.draft_depth if runner.predicts else 0
     speculator = Speculator(mode, recomputes=has_state, depth=depth)
+    limit = runner.max_drafted_samples if depth else None
+    if limit is not None and limit < config.max_num_seqs:
+        logs.event(log, "no drafts of the head or smaller model in steps of more rows", level=logging.WARNING,
+                   rows=limit, max_num_seqs=config.max_num_seqs)
     return Drafting(
         speculator, runner.max_drafts, overlaps=config.double_buffering,
-        state_block_size=runner.block_size if has_state else 0)
+        state_block_size=runner.block_size if has_state else 0,
+        max_drafted_samples=limit)
 
 
 def shared_weights(runner: Runner, ranks: RankProcesses | None) -> dict[str, Any] | None:

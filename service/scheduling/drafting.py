@@ -54,6 +54,7 @@ class Drafting:
 
     speculator: None for no drafts.
     max_drafts: most drafts of a step that the runner can compute; 0 for none.
+    max_drafted_samples: most samples of a step after which the runner can draft; None for any number.
     obstacle: one of REASONS if no request may have drafts; "" otherwise.
     overlaps: two steps may be in flight. If not, steps without drafts are what others are compared with.
     state_block_size: block size of a model with fixed state, 0 for one without. A row with drafts ends at a block
@@ -71,6 +72,7 @@ class Drafting:
         overlaps: bool = True,
         state_block_size: int = 0,
         clock: Callable[[], float] = time.thread_time,
+        max_drafted_samples: int | None = None,
     ) -> None:
         self.speculator = speculator
         self.drafted_by_kind: Counter[Kind] = Counter()
@@ -79,6 +81,7 @@ class Drafting:
         self._kinds: dict[int, Kind] = {}  # sequence id -> kind of the drafts of its row in flight
         self._skipped: Counter[str] = Counter()  # tokens of requests without drafts, by reason
         self._max_drafts = max_drafts
+        self._max_drafted_samples = max_drafted_samples
         self._obstacle = obstacle
         self._overlaps = overlaps
         self._state_block_size = state_block_size
@@ -251,9 +254,14 @@ class Drafting:
         return RequestDrafter(Drafter(sequence.token_ids, shared, self.speculator.rates), predicted)
 
     def _budget(self, load: StepTokens, budget: int, *, is_beside_prompts: bool) -> int:
-        """Return the most drafts of a step with such decode rows."""
+        """Return the most drafts of a step with such decode rows.
+
+        The samples of a step that can draft for the next one stay few enough. Otherwise every second step would draft.
+        """
         left = budget - load.tokens
-        return min(self._max_drafts, left // PROMPT_SHARE if is_beside_prompts else left)
+        most_drafts = min(self._max_drafts, left // PROMPT_SHARE if is_beside_prompts else left)
+        limit = self._max_drafted_samples
+        return most_drafts if limit is None or load.rows > limit else min(most_drafts, limit - load.rows)
 
     def _candidates(self, running: Iterable[Sequence]) -> tuple[list[Candidate], list[Sequence], StepTokens]:
         """Return the candidates among the running requests, their sequences, and the decode rows without drafts."""

@@ -14,6 +14,7 @@ from npuserve.npu import storyteller
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.engine import process
 from npuserve.service.engine.process import EngineArgs, StopOrder, build_engine, drafting_of, open_profiler
+from npuserve.service.speculation.speculator import StepTokens
 from tests.support.counting_runner import ServedRunner
 
 
@@ -69,6 +70,18 @@ def test_draft_depth_without_a_model_that_drafts_is_said(
     with caplog.at_level(logging.WARNING):
         drafting_of(config, runner)
     assert ("draft_depth has no effect" in caplog.text) == is_said
+
+
+@pytest.mark.parametrize(("limit", "is_said"), [(None, False), (64, False), (63, True)])
+def test_steps_in_which_the_head_drafts_nothing_are_said(
+    caplog: pytest.LogCaptureFixture, limit: int | None, is_said: bool
+) -> None:
+    runner: Any = SimpleNamespace(predicts=True, max_drafts=64, num_slots=0, max_drafted_samples=limit)
+    with caplog.at_level(logging.WARNING):
+        drafting = drafting_of(ServerConfig(max_num_seqs=64, speculate="mtp"), runner)
+    assert ("no drafts of the head or smaller model in steps of more rows" in caplog.text) == is_said
+    budgets = [drafting._budget(StepTokens(rows, rows), 512, is_beside_prompts=False) for rows in (10, 60, 64)]
+    assert budgets == {None: [64, 64, 64], 64: [54, 4, 0], 63: [53, 3, 64]}[limit]
 
 
 def test_profile_dir_that_is_unusable_at_a_restart_turns_profiles_off(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import Counter
 from pathlib import Path
@@ -12,10 +13,12 @@ import pytest
 
 from npuserve.npu import emulator
 from npuserve.npu.backends.base import BackendError
+from npuserve.npu.execution import draft_buffers
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, from_first, loaded, share
+from tests.npu.backends.ascend.test_sampled_steps import refuse_in_captures
 from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.mixture import Family, saved_mixture
 from tests.npu.backends.mtp import add_head
@@ -173,9 +176,64 @@ def test_mtp_step_is_two_replays(tmp_path: Path, tokens: int) -> None:
 def test_mtp_with_an_int8_cache_is_refused_by_name(tmp_path: Path) -> None:
     """Rows of several tokens are not captured there. With `auto`, the head is not loaded."""
     saved_with_head(tmp_path, "dense")
-    with pytest.raises(BackendError, match="speculate: mtp is not possible on npu with this model and kv_cache_dtype"):
+    with pytest.raises(BackendError, match=r"speculate: mtp is not possible on npu: .*, since kv_cache_dtype is int8"):
         on_npu(tmp_path, mtp="on", kv_cache_dtype="int8")
+    with pytest.raises(BackendError, match="since capture_chunks is off, and would take much longer"):
+        on_npu(tmp_path, mtp="on", capture_chunks=False)
     assert not on_npu(tmp_path, mtp="auto", kv_cache_dtype="int8").predicts
+
+
+@emulated(relax=RELAX)
+def test_mtp_drafts_only_after_as_many_samples_as_padding_has_slots(tmp_path: Path) -> None:
+    """Steps of more rows draft nothing, and none is captured for them."""
+    saved_with_head(tmp_path, "hybrid")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_buffers, "MAX_DRAFTED_SAMPLES", 3)
+        runner = on_npu(tmp_path, mtp="on")
+        assert runner.max_drafted_samples == 3
+        drafts = runner._dispatch.decodes.drafts
+        assert [drafts[depth].largest for depth in range(1 + DEPTH)] == [4, 2, 2, 2]
+        answers, drafting = answered(runner, asks(4, 14))
+    plain, _ = loop.serve(on_npu(tmp_path), asks(4, 14), 2, 40, 4, 48)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+    assert drafting.accepted
+
+
+@emulated(relax=RELAX, fresh=True)
+def test_refused_drafting_leaves_the_steps_captured(tmp_path: Path) -> None:
+    """The log names the operator, and drafting runs kernel by kernel."""
+    saved_with_head(tmp_path, "hybrid")
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("npuserve.npu.execution.dispatch")
+    handler.setLevel(logging.WARNING)
+    logger.addHandler(handler)
+    refuse_in_captures("aclnnLogicalAnd")
+    runner = on_npu(tmp_path, mtp="on")
+    emulator.heal()
+    (said,) = warned
+    assert said.startswith("device: steps cannot be captured with aclnnLogicalAnd")
+    assert said.endswith("Drafting runs kernel by kernel after captured steps, which is slower")
+    captured = runner._dispatch
+    assert all([captured.decodes.argmax, captured.decodes.sampled, captured.chunks.argmax])
+    assert (captured.decodes.drafts, captured.chunks.drafts) == ({}, {})
+    answers, drafting = answered(runner, asks(3, 14))
+    cpu, _ = answered(on_cpu(tmp_path, mtp="on"), asks(3, 14))
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in cpu]
+    assert drafting.accepted
+
+
+@pytest.mark.slow
+@on_ranks(joined=False, relax=RELAX, environment=SMALL_BUFFER)
+def test_mtp_is_off_on_all_ranks_if_one_captures_no_chunks(place: Place, tmp_path: Path) -> None:
+    folder = share(place, "model", lambda: add_head(
+        saved_hybrid(tmp_path, layers=2, full=(1,), key_heads=2, value_heads=4)))
+    settings = {"decode_buckets": (1, 4), "mtp": "auto", **MEMORY}
+    runner, _ = loaded(place, folder, capture_chunks=place.rank == 0, **settings)
+    assert not runner.predicts
+    assert runner._dispatch.decodes.hidden
+    assert runner._dispatch.chunks.hidden is None
 
 
 @pytest.mark.slow

@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
+from npuserve.npu.execution.batch import Batch
+from npuserve.npu.execution.draft_buffers import SampledTokens
+from npuserve.npu.execution.predictor import MtpHead
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.kernels.triton import needs_triton
@@ -78,6 +81,22 @@ def test_cuda_answers_and_drafts_of_a_smaller_model_equal_the_cpus(tmp_path: Pat
     assert [answer.tokens for answer in found[0][0]] == [answer.tokens for answer in found[1][0]]
     assert len(found[0][1].drafts) > 3
     assert found[0][1].drafts == found[1][1].drafts
+
+
+def test_cuda_warm_up_and_measured_step_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no prompt waits for a compiler, and the plan of the memory has the bytes of drafting."""
+    drafted: list[tuple[int, int]] = []
+    draft_all = MtpHead.draft_all
+
+    def counting(head: MtpHead, batch: Batch, sampled: SampledTokens, depth: int) -> torch.Tensor:
+        drafted.append((len(batch.positions), depth))
+        return draft_all(head, batch, sampled, depth)
+
+    monkeypatch.setattr(MtpHead, "draft_all", counting)
+    runner = loaded(add_head(saved(hybrid(), tmp_path)), "cuda", mtp="on", capture="off")
+    assert drafted == [(8, DEPTH)]
+    runner.compute_largest_step()
+    assert drafted == [(8, DEPTH)] * 2
 
 
 def test_cuda_step_with_a_head_is_two_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
