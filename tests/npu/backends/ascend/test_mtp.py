@@ -96,10 +96,24 @@ def test_mtp_answers_of_one_draft_a_row_equal_those_without(tmp_path: Path) -> N
     assert_equal_without(saved_with_head(tmp_path, "hybrid"), asks(4, 14), depth=1)
 
 
+@pytest.mark.parametrize("tokens", [1, 1 + DEPTH])
 @emulated(relax=RELAX, poison=True)
-def test_mtp_answers_of_timed_steps_equal_those_without(tmp_path: Path) -> None:
+def test_mtp_drafts_of_timed_steps_equal_those_of_captured_ones(tmp_path: Path, tokens: int) -> None:
     """Their kernels are called one by one. Three rows are fewer than those of a captured step."""
-    assert_equal_without(saved_with_head(tmp_path, "hybrid"), asks(3, 14), kernel_sampling=2)
+    saved_with_head(tmp_path, "hybrid")
+    rows = range(3)
+    first = Step([Row(i, [5, 7, 9 + i], 0, [i], 1, state_slot=i, predicts=DEPTH) for i in rows],
+                 [NewRequest(i, [5, 7, 9 + i], [], GREEDY) for i in rows])
+    steps = [first, *(Step([
+        Row(i, [5 + i] * tokens, 3 + step * tokens, [i], tokens, state_slot=i, predicts=DEPTH) for i in rows])
+        for step in range(4))]
+    results = []
+    for kernel_sampling in (0, 2):
+        runner = on_npu(tmp_path, mtp="on", kernel_sampling=kernel_sampling, observe=lambda *_: None)
+        results.append([runner.collect(runner.launch(step)) for step in steps])
+    assert [result.timed for result in results[1]] == [True, False] * 2 + [True]
+    for captured, timed in zip(*results, strict=True):
+        assert (timed.token_ids, timed.drafts) == (captured.token_ids, captured.drafts)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])

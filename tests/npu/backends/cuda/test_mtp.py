@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from npuserve.npu.backends.cuda import backend as cuda_backend
+from npuserve.npu.backends.cuda import emulated_backend
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
 from npuserve.npu.execution.batch import Batch
 from npuserve.npu.execution.draft_buffers import SampledTokens
@@ -93,6 +96,9 @@ def test_cuda_warm_up_and_measured_step_draft(tmp_path: Path, monkeypatch: pytes
         return draft_all(head, batch, sampled, depth)
 
     monkeypatch.setattr(MtpHead, "draft_all", counting)
+    compiling = replace(emulated_backend.EmulatedCuda.capabilities, compiles=True)
+    monkeypatch.setattr(emulated_backend.EmulatedCuda, "capabilities", compiling)
+    monkeypatch.setattr(cuda_backend, "build_driver_module", lambda: None)
     runner = loaded(add_head(saved(hybrid(), tmp_path)), "cuda", mtp="on", capture="off")
     assert drafted == [(8, DEPTH)]
     runner.compute_largest_step()
