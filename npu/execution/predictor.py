@@ -303,10 +303,9 @@ def drafted_rows(part: Part, first: int, put: Put) -> DraftedRows | None:
     for number in numbers:
         count = rows[number].samples
         places = [min(place, count - 1) for place in range(width)]
-        of_row = rows[number].token_ids[len(rows[number].token_ids) - count + 1 :]
         samples.append([begins[number] + place for place in places])
         tokens.append([ends[number] - count + place for place in places])
-        drafts.append([*of_row, *[-1] * (width - count + 1)])
+        drafts.append([*rows[number].drafts, *[-1] * (width - count + 1)])
     return DraftedRows(
         [rows[number].request_id for number in numbers],
         _counts([rows[number].predicts for number in numbers]),

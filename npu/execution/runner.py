@@ -6,7 +6,7 @@
 3. `Dispatch` selects how the rows are computed: by captured steps, or kernel by kernel. A captured step is one
    dispatch, which reads the batch at fixed addresses: the decoder, and where possible LM head and sampler.
 4. The sampled ids stay on the device: step n + 1 reads the ids of step n from there (its PENDING tokens). They are
-   copied to one of two host buffers while step n + 1 runs.
+   copied to one of two host buffers while step n + 1 runs, as [1 + D, n] where D drafts follow each of n samples.
    A head or a smaller model that drafts follows the sampling, by a captured step of its own where steps are captured
    (predictor.py).
 5. `collect` waits for that copy.
@@ -431,7 +431,7 @@ class Runner:
         """
         sampled_rows = 0 if is_constrained or is_on_host else self._dispatch.sampled_rows(part)
         inputs = self._buffers.host_sampling(sampled_rows) if sampled_rows else None
-        drafts = {row.request_id: row.token_ids[1 - row.samples :] for row in part.rows if row.samples > 1}
+        drafts = {row.request_id: row.drafts for row in part.rows if row.samples > 1}
         plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs, drafts)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
         pooled = pooled_rows(part, staged.put)
