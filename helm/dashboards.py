@@ -283,6 +283,16 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
         Panel("Prefix misses", {"{{reason}}": rate("prefix_cache_misses_total", "reason")}, "reqps",
               "Requests that the cache held nothing of. no_state: their blocks were cached without a checkpoint of the "
               "state."),
+        Panel("Host memory hits", {
+            "of what the cache lacked": share(rate("kv_offload_hits_total"), rate("kv_offload_queries_total"))},
+            "percentunit", "Share of the prompt tokens that the cache lacked and that came back from host memory."),
+        Panel("Host memory copies", {"{{direction}}": rate("kv_offload_bytes_total", "direction")}, "Bps",
+              "Evicted blocks that are saved to host memory, and those that are loaded from it."),
+        Panel("Host memory", {"{{instance}} {{state}}": total("kv_offload_memory_bytes", "instance, state")}, "bytes",
+              "Host memory for evicted blocks.", stack="normal"),
+        Panel("Host memory losses", {
+            "corrupt": rate("kv_offload_corrupt_blocks_total"), "not saved": rate("kv_offload_dropped_blocks_total")},
+            "cps", "Blocks whose checksum differed, and evicted blocks that were not saved."),
         Panel("State slots", {"{{instance}} {{state}}": total("state_slots", "instance, state")}, "short",
               "Models with linear attention: slots of requests, checkpoints of prefixes, free ones.", stack="normal"),
         Panel("Imbalance of experts", {"{{instance}} layers {{layers}}": total(
