@@ -117,49 +117,62 @@ class DraftBuffers:
         pads_rows: each padding sample has a row of its own. Otherwise those of a device that needs padding slots have
             one row together, and others have none.
         """
-        count = sum(row.samples for row in step_rows)
-        arrays["drafts"][:samples] = -1
-        arrays["sample_begins"][:samples] = np.arange(samples)
-        arrays["sample_tokens"][count:samples] = np.arange(count, samples) if pads_rows else 0
-        sampling = [(place, row) for place, row in enumerate(step_rows) if row.samples]
-        widths = [row.samples for _, row in sampling]
-        begins = np.cumsum([0, *widths])[:-1]
-        arrays["sample_begins"][:count] = np.repeat(begins, widths)
-        for begin, (_, row) in zip(begins, sampling, strict=True):
-            arrays["drafts"][begin : begin + row.samples - 1] = row.drafts
-        ends = np.array([row.start + len(row.token_ids) for _, row in sampling])
-        limits = np.repeat([row.num_positions for _, row in sampling], widths)
-        positions = np.arange(count) - np.repeat(begins + widths - ends, widths)
-        places = np.repeat([place for place, _ in sampling], widths)
-        lengths = [row.samples for row in step_rows] + [0] * (rows - len(step_rows))
-        contexts = [row.start + len(row.token_ids) if row.samples else 0 for row in step_rows]
-        contexts += [0] * (rows - len(step_rows))
-        beyond = samples - count
-        if pads_rows:
-            lengths[len(step_rows) :] = [1] * beyond
-            contexts[len(step_rows) :] = [1] * beyond
-        elif self._has_padding and beyond:
-            lengths[len(step_rows)] = contexts[len(step_rows)] = beyond
-        starts = [0, *accumulate(lengths)]
+        self._fill_samples(arrays, step_rows, samples, pads_rows=pads_rows)
+        starts, contexts = self._row_lengths(step_rows, samples, rows, pads_rows=pads_rows)
         arrays["following_ends"][: rows + 1] = starts
+        limits = [row.num_positions if row.samples else 0 for row in step_rows]
+        places = np.repeat(np.arange(len(step_rows)), [row.samples for row in step_rows])
+        sampled_positions = _sampled_positions(step_rows)
         result: list[RowLengths] = []
         for token in range(following):
-            after = positions + 1 + token
-            is_within = after < limits
-            after[~is_within] = 0
-            slots = self._padding[:samples].copy()
-            written = table[places, after // self._block_size].astype(np.int64) * self._block_size
-            written += after % self._block_size
-            slots[:count][is_within] = written[is_within]
-            of_rows = [min(context + 1 + token, row.num_positions) if row.samples else 0
-                       for row, context in zip(step_rows, contexts, strict=False)]
-            of_rows += contexts[len(step_rows) :]
+            positions = sampled_positions + 1 + token
+            positions[positions >= np.array(limits)[places]] = -1
             self._by_token(arrays, "following_positions")[token, :samples] = 0
-            self._by_token(arrays, "following_positions")[token, :count] = after
-            self._by_token(arrays, "following_slots")[token, :samples] = slots
-            self._by_token(arrays, "following_contexts")[token, :rows] = of_rows
-            result.append((of_rows, starts))
+            self._by_token(arrays, "following_positions")[token, : len(places)] = np.maximum(positions, 0)
+            self._by_token(arrays, "following_slots")[token, :samples] = self._following_slots(
+                table, places, positions, samples)
+            contexts_after = [min(context + 1 + token, limit)
+                              for context, limit in zip(contexts, limits, strict=False)] + contexts[len(step_rows) :]
+            self._by_token(arrays, "following_contexts")[token, :rows] = contexts_after
+            result.append((contexts_after, starts))
         return result
+
+    def _fill_samples(
+        self, arrays: Mapping[str, Array], step_rows: Sequence[Row], samples: int, *, pads_rows: bool
+    ) -> None:
+        """Write the draft that each sample is compared with, the first sample of its row, and the tokens of padding."""
+        widths = [row.samples for row in step_rows]
+        count = sum(widths)
+        arrays["drafts"][:samples] = -1
+        arrays["drafts"][:count] = [draft for row in step_rows if row.samples for draft in (*row.drafts, -1)]
+        arrays["sample_begins"][:samples] = np.arange(samples)
+        arrays["sample_begins"][:count] = np.repeat(np.cumsum(widths) - widths, widths)
+        arrays["sample_tokens"][count:samples] = np.arange(count, samples) if pads_rows else 0
+
+    def _row_lengths(
+        self, step_rows: Sequence[Row], samples: int, rows: int, *, pads_rows: bool
+    ) -> tuple[list[int], list[int]]:
+        """Return the cumulative samples of `rows` rows from 0 on, and the positions that each has computed."""
+        num_padding_rows = rows - len(step_rows)
+        num_padding = samples - sum(row.samples for row in step_rows)
+        padding = [0] * num_padding_rows
+        if pads_rows:
+            padding = [1] * num_padding_rows
+        elif self._has_padding and num_padding:
+            padding[0] = num_padding
+        contexts = [row.start + len(row.token_ids) if row.samples else 0 for row in step_rows]
+        return [0, *accumulate([row.samples for row in step_rows] + padding)], contexts + padding
+
+    def _following_slots(self, table: Array, places: Array, positions: Array, samples: int) -> Array:
+        """Return the slots of one token after each sample, padding among them.
+
+        places: row of each sample in `table`. positions: of the tokens; -1 beyond the blocks of the row.
+        """
+        slots: Array = self._padding[:samples].copy()
+        blocks = table[places, np.maximum(positions, 0) // self._block_size].astype(np.int64)
+        slots[: len(places)] = np.where(
+            positions >= 0, blocks * self._block_size + positions % self._block_size, slots[: len(places)])
+        return slots
 
     def sampled(
         self, on: Mapping[str, Tensor], tables: Tensor, samples: int, rows: int, lengths: Sequence[RowLengths]
@@ -180,3 +193,12 @@ class DraftBuffers:
         """Return a section as [tokens, samples] or [tokens, rows]."""
         width = self._rows if name == "following_contexts" else self._max_samples
         return arrays[name].reshape(self._tokens, width)
+
+
+def _sampled_positions(rows: Sequence[Row]) -> Array:
+    """Return the position of the token before each sample."""
+    widths = np.array([row.samples for row in rows])
+    ends = np.array([row.start + len(row.token_ids) for row in rows])
+    begins = np.cumsum(widths) - widths
+    positions: Array = np.arange(widths.sum()) + np.repeat(ends - widths - begins, widths)
+    return positions
