@@ -295,7 +295,7 @@ def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
         for name, value in hub.environment.items():
             monkeypatch.setenv(name, value)
         with serving("org/name", "--frontends", "2", wait=False) as server:
-            assert hub.stalled.wait(60)
+            assert hub.stalled.wait(180)
             assert health(server, "npuserve.liveness") == SERVING
             assert health(server) == NOT_SERVING
             with pytest.raises(grpc.RpcError) as early:
@@ -320,7 +320,7 @@ def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tup
             ["env", "--default-signal=INT", sys.executable, "-m", "npuserve.cli", *arguments],
             env={**os.environ, **hub.environment}, stderr=subprocess.PIPE, text=True)
         try:
-            assert hub.stalled.wait(60)
+            assert hub.stalled.wait(180)
             process.send_signal(signal.SIGINT)
             errors = process.communicate(timeout=30)[1]  # shorter than the timeouts of the hub's client
         finally:

@@ -60,7 +60,10 @@ def server() -> Iterator[Server]:
 def test_tokens_equal_those_of_the_cpu(server: Server) -> None:
     with serving("--dtype", "float32", "--max-model-len", "300", "--threads", "1") as cpu:
         expected = tokens(cpu)
-    assert tokens(server) == expected
+    for _ in range(3):  # on a busy machine the requests may come too late to compete for blocks
+        assert tokens(server) == expected
+        if server.metric("npuserve_preemptions_total"):
+            break
     assert server.metric("npuserve_preemptions_total") > 0
     assert server.metric("npuserve_step_seconds_count", phase="mixed") > 0
     captured, decoder, eager = (
