@@ -14,18 +14,10 @@ from torch import Tensor
 
 from npuserve.kernels.registry import Timings
 from npuserve.kernels.sample import Filters
-from npuserve.npu.backends.base import (
-    Backend,
-    BackendError,
-    Captured,
-    CaptureError,
-    CaptureMode,
-    RowLengths,
-)
+from npuserve.npu.backends.base import Backend, BackendError, Captured, CaptureError, CaptureMode, RowLengths
 from npuserve.npu.execution.batch import Batch, BatchBuffers, Part
 from npuserve.npu.execution.forward import Forward
 from npuserve.npu.execution.predictor import Predictor
-from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.step import Row
 
 log = logging.getLogger(__name__)
@@ -458,12 +450,6 @@ class Dispatch:
         lengths = self._buffers.fill_samples(
             part, samples, self._steps.num_following(depth), is_decode=takes_decodes and is_padded)
         return Drafting(depth, samples, lengths, captured)
-
-
-def replaced_kernels(config: ModelConfig, backend: Backend, dtype: torch.dtype) -> set[str]:
-    """Return the kernels of a model that are computed without the device's operators."""
-    return {kernel for layer in config.local_layers for kernel, sizes in layer.operator_sizes.items()
-            if backend.lacks_operator(kernel, sizes, dtype)}
 
 
 def _is_usable(backend: Backend) -> bool:

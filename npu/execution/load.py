@@ -202,9 +202,8 @@ def chunk_obstacle(config: ModelConfig, device: Backend, dtype: str, kv_cache_dt
         return "capture_chunks is off"
     if not device.captures_chunks(device.cache_dtype(kv_cache_dtype, resolved)):
         return f"kv_cache_dtype is {kv_cache_dtype}"
-    reading = sorted({kernel for layer in config.local_layers for kernel, sizes in layer.operator_sizes.items()
-                      if device.reads_host_lengths(kernel, sizes, resolved)})
-    return f"{device.name} lacks operators of {', '.join(reading)}" if reading else ""
+    reading = config.kernels_where(lambda kernel, sizes: device.reads_host_lengths(kernel, sizes, resolved))
+    return f"{device.name} lacks operators of {', '.join(sorted(reading))}" if reading else ""
 
 
 def drafting_config(config: ModelConfig, device: Backend, mtp: MtpSetting, obstacle: str) -> ModelConfig:

@@ -38,12 +38,7 @@ from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.dispatch import (
-    CapturableSteps,
-    Dispatch,
-    replaced_kernels,
-    replay,
-)
+from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
 from npuserve.npu.execution.expert_balance import ExpertBalance
 from npuserve.npu.execution.forward import Forward
 from npuserve.npu.execution.host_blocks import HostBlocks
@@ -154,7 +149,7 @@ class Runner:
         rows = min(max_num_seqs, max_num_batched_tokens)
         samples = min(rows + max_drafts, max_num_batched_tokens)
         max_drafts = samples - rows
-        replaced = replaced_kernels(config, backend, dtype)
+        replaced = config.kernels_where(lambda kernel, sizes: backend.lacks_operator(kernel, sizes, dtype))
         self._kernels = KernelSet(
             backend.kernels, observe, backend.span, own=backend.own_kernels, layer_kernels=config.layer_kernels,
             replaced=replaced)

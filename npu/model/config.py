@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -138,6 +138,11 @@ class ModelConfig:
     def layer_kernels(self) -> set[str]:
         """Kernels marked `by_layer` that a layer calls."""
         return {name for layer in self.local_layers for name in layer.kernels}
+
+    def kernels_where(self, test: Callable[[str, tuple[int, ...]], bool]) -> set[str]:
+        """Return the kernels of layers that pass a test of their names and sizes (`Layer.operator_sizes`)."""
+        return {name for layer in self.local_layers for name, sizes in layer.operator_sizes.items()
+                if test(name, sizes)}
 
     @property
     def kinds(self) -> list[Layer]:
