@@ -110,6 +110,7 @@ async def _reconnected(server: Running) -> None:
     (embed(""), "text: must be at least one token, got an empty input"),
     (embed(token_ids=[]), "token_ids: must be at least one token, got an empty input"),
     (embed(token_ids=[300]), "token_ids.ids[0]: token id must be in [0, 299], got 300"),
+    (embed(token_ids=[1] * 63 + [300]), "token_ids.ids[63]: token id must be in [0, 299], got 300"),
     (embed(token_ids=[1], prompt_name="query"), "prompt_name: is for text"),
     (embed(prompt_name="other"), "prompt_name: must be a prompt of the model (document, query), got 'other'"),
     (embed(dimensions=33), "dimensions: must be in [1, 32], got 33"),

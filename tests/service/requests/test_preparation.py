@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 
 from npuserve.service.errors import QueueFull, Unavailable
 from npuserve.service.requests import preparation
-from npuserve.service.requests.preparation import MAX_LARGE_LANE_BYTES, MAX_SMALL_JOB_BYTES, Preparation
+from npuserve.service.requests.preparation import MAX_LARGE_LANE_BYTES, MAX_SMALL_JOB_BYTES, Kind, Preparation
 from npuserve.service.rpc.refusal_throttle import work_seconds
 from tests.support.fake_engine import until
 
@@ -27,13 +27,13 @@ class Gate:
         self.order: list[str] = []
         self.released = threading.Event()
 
-    def submit(self, owner: str, name: str, size: int = LARGE) -> asyncio.Task[str]:
+    def submit(self, owner: str, name: str, size: int = LARGE, kind: Kind = "tokenize") -> asyncio.Task[str]:
         def work() -> str:
             self.order.append(name)
             assert self.released.wait(60)
             return name
 
-        return asyncio.ensure_future(self.pool.run(owner, "tokenize", size, work))
+        return asyncio.ensure_future(self.pool.run(owner, kind, size, work))
 
 
 @pytest.fixture
@@ -138,6 +138,20 @@ async def test_run_above_the_bytes_of_all_callers_is_refused(gate: Gate) -> None
     assert refused.value.why == "queue_full"
     gate.released.set()
     await asyncio.gather(*calls[:2])
+
+
+@pytest.mark.parametrize(("size", "places"), [(LARGE, 4), (MAX_LARGE_LANE_BYTES // 4, 2)])
+async def test_parsing_leaves_half_of_the_queue_to_others(gate: Gate, size: int, places: int) -> None:
+    """Messages wait outside of the queue, of whose 8 places and bytes they fill half. None is refused."""
+    parsing = [gate.submit(f"caller {i}", f"message {i}", size, "parse") for i in range(7)]
+    lane = gate.pool._large
+    await until(lambda: gate.pool.count == 8)
+    assert lane._waiting.shares.total_items == places
+    later = gate.submit("later", "text")
+    await until(lambda: lane._waiting.shares.total_items == places + 1)
+    gate.released.set()
+    await asyncio.gather(later, *parsing)
+    assert gate.order[:1 + places + 1] == ["first", *(f"message {i}" for i in range(places)), "text"]
 
 
 async def test_run_with_the_smallest_queue_waits(monkeypatch: pytest.MonkeyPatch) -> None:
