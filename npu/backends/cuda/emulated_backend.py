@@ -16,6 +16,7 @@ from npuserve.npu.backends import backend_class, register_emulated
 from npuserve.npu.backends.base import DEFAULT_SETTINGS, BackendError, DeviceSettings
 from npuserve.npu.backends.cuda import emulated
 from npuserve.npu.backends.cuda.backend import VISIBLE, CudaBackend
+from npuserve.npu.backends.cuda.interpreter import quicken
 from npuserve.npu.backends.device_profiler import DeviceProfiler
 from npuserve.npu.backends.trace_profiler import TraceProfiler
 
@@ -60,6 +61,7 @@ def emulate(relax: Sequence[str] = ()) -> None:
         triton.interpret()
     except ImportError as error:
         raise BackendError(f"emulate: {error}: pip install 'npuserve[cuda]'") from error
+    quicken()
     if backend_class(CudaBackend.name) is not EmulatedCuda:
         log.warning("emulated CUDA: proves calls and numbers, not speed")
     register_emulated(EmulatedCuda)
