@@ -28,7 +28,7 @@ from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving
 from tests.support.hybrids import VOCABULARY, random_hybrid
 from tests.support.mixtures import random_mixture
-from tests.support.models import greedy, saved
+from tests.support.models import assert_greedy, saved
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not native.available(), reason="the native kernels are not built")]
 
@@ -145,7 +145,7 @@ def served(kind: Kind, budget: int) -> Iterator[Server]:
 def test_greedy_ids_alone_equal_transformers(kind: Kind) -> None:
     assert kind.model
     for prompt, alone in zip(PROMPTS, kind.alone, strict=True):
-        assert [token for token, *_ in alone] == greedy(kind.model, prompt, TOKENS)
+        assert_greedy(kind.model, prompt, [token for token, *_ in alone], TOKENS)
 
 
 @in_any_company

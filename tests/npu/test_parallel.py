@@ -55,12 +55,12 @@ def test_greedy_tokens_equal_those_of_transformers(
     """With 4 ranks, several hold the same key and value head, and some have no ids of the vocabulary of 100."""
     from transformers import AutoModelForCausalLM
 
-    from tests.support.models import greedy
+    from tests.support.models import assert_greedy
 
     folder = model(folders, kind)
     reference = AutoModelForCausalLM.from_pretrained(folder)
-    wanted = [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
-    assert [tokens for tokens, *_ in answers(folder, size, GREEDY, shared=shared)] == wanted
+    for prompt, (tokens, *_) in zip(PROMPTS, answers(folder, size, GREEDY, shared=shared), strict=True):
+        assert_greedy(reference, prompt, tokens, TOKENS)
 
 
 @pytest.mark.slow
@@ -71,14 +71,15 @@ def test_ranks_divide_experts(tmp_path: Path, seed: int, whole: bool, shared: bo
     """Each rank has a part of the rows of all experts, or whole ones: tokens as those of transformers, and of one
     process."""
     from tests.support.mixtures import random_mixture, restack
-    from tests.support.models import greedy, saved
+    from tests.support.models import assert_greedy, saved
 
     reference = random_mixture(seed, **MIXTURES[seed])
     folder = saved(reference, tmp_path)
     restack(folder, stacked=seed == 1)
     divided = answers(folder, 2, GREEDY, shared=shared, expert_parallel=whole)
     alone = answers(folder, 1, GREEDY, shared=shared)
-    assert [tokens for tokens, *_ in divided] == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
+    for prompt, (tokens, *_) in zip(PROMPTS, divided, strict=True):
+        assert_greedy(reference, prompt, tokens, TOKENS)
     assert [tokens for tokens, *_ in divided] == [tokens for tokens, *_ in alone]
 
 
@@ -88,13 +89,14 @@ def test_ranks_divide_experts(tmp_path: Path, seed: int, whole: bool, shared: bo
 def test_ranks_divide_a_head_for_drafts(tmp_path: Path, shared: bool, whole: bool) -> None:
     """Ranks draft the same, and tokens are those of transformers, which has no drafts."""
     from tests.support.mixtures import random_mixture
-    from tests.support.models import greedy, saved
+    from tests.support.models import assert_greedy, saved
     from tests.support.mtp import add_likely_mtp, damped
 
     reference = damped(random_mixture(2, **MIXTURES[2]))
     add_likely_mtp(reference, saved(reference, tmp_path))
     report = reports(tmp_path, 2, GREEDY, shared=shared, expert_parallel=whole, mtp="on", max_drafts=8)
-    assert [tokens for tokens, *_ in report.answers] == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
+    for prompt, (tokens, *_) in zip(PROMPTS, report.answers, strict=True):
+        assert_greedy(reference, prompt, tokens, TOKENS)
     assert report.accepted > 5
 
 

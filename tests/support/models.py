@@ -152,3 +152,9 @@ def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def assert_greedy(model: PreTrainedModel, prompt: list[int], answer: list[int], count: int) -> None:
+    """Assert that an answer is `greedy(model, prompt, count)`, in one pass over the whole sequence."""
+    logits = model(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+    assert (answer, len(answer)) == (logits.argmax(-1).tolist(), count)

@@ -33,9 +33,21 @@ def add_mtp(model: PreTrainedModel, folder: Path, seed: int = 0) -> MtpModel:
 
 
 @torch.no_grad()
-def drafts_of(model: PreTrainedModel, head: MtpModel, tokens: list[int], count: int) -> list[int]:
-    """Return the tokens that the head drafts after `tokens`, of which the last is the sampled one."""
-    hidden = model.model(torch.tensor([tokens[:-1]])).last_hidden_state
+def assert_drafts(model: PreTrainedModel, head: MtpModel, drafted: list[tuple[list[int], list[int]]]) -> None:
+    """Assert that the head drafts the second list after the first one, whose last token is the sampled one. The model
+    reads the longest lists first: their hidden states serve what they begin with."""
+    read: list[tuple[list[int], torch.Tensor]] = []
+    for tokens, drafts in sorted(drafted, key=lambda one: -len(one[0])):
+        before = tokens[:-1]
+        hidden = next((hidden for longer, hidden in read if longer[: len(before)] == before), None)
+        if hidden is None:
+            hidden = model.model(torch.tensor([before])).last_hidden_state
+            read.append((before, hidden))
+        assert drafts == drafts_of(head, hidden[:, : len(before)], tokens, len(drafts))
+
+
+def drafts_of(head: MtpModel, hidden: torch.Tensor, tokens: list[int], count: int) -> list[int]:
+    """Return what the head drafts. hidden: normalized hidden states of `tokens` but the last."""
     cache = MtpCache(config=head.config)
     ids = torch.tensor([tokens[1:]])
     positions = torch.arange(1, len(tokens))[None]

@@ -35,8 +35,8 @@ from tests.npu.execution.test_speculation_loop import equal
 from tests.support import constrained, mixtures
 from tests.support.hybrids import ask, prompts, random_hybrid, settings_of, use_recurrent_rule
 from tests.support.loop import Ask, serve
-from tests.support.models import greedy, random_model, saved, saved_w8a8
-from tests.support.mtp import add_likely_mtp, add_mtp, damped, drafts_of, round_mtp
+from tests.support.models import assert_greedy, random_model, saved, saved_w8a8
+from tests.support.mtp import add_likely_mtp, add_mtp, assert_drafts, damped, round_mtp
 from tests.support.recorded_drafting import RecordedDrafting
 
 
@@ -57,10 +57,9 @@ def test_drafts_equal_transformers(tmp_path: Path, seed: int) -> None:
     answers, _ = serve(runner, [ask(prompt, 12, 2 * index, bypass_prefix_cache=True)
                                 for index, prompt in enumerate(chosen)], 2, 64, 4, budget, drafting=drafting)
     for prompt, answer in zip(chosen, answers, strict=True):
-        assert answer.tokens == greedy(model, prompt, 12)
+        assert_greedy(model, prompt, answer.tokens, 12)
     assert len(drafting.drafts) > 10
-    for tokens, drafts in drafting.drafts:
-        assert drafts == drafts_of(model, head, tokens, len(drafts))
+    assert_drafts(model, head, drafting.drafts)
     assert max(len(drafts) for _, drafts in drafting.drafts) == 1 + seed % 3
 
 
@@ -80,10 +79,9 @@ def test_drafts_of_experts_equal_transformers(
     asks = [ask(prompt, 10, 2 * index, bypass_prefix_cache=True) for index, prompt in enumerate(chosen)]
     answers, _ = serve(runner, asks, 2, 64, 4, 16, drafting=drafting)
     for prompt, answer in zip(chosen, answers, strict=True):
-        assert answer.tokens == greedy(model, prompt, 10)
+        assert_greedy(model, prompt, answer.tokens, 10)
     assert len(drafting.drafts) > 10
-    for tokens, drafts in drafting.drafts:
-        assert drafts == drafts_of(model, head, tokens, len(drafts))
+    assert_drafts(model, head, drafting.drafts)
 
 
 @pytest.mark.parametrize("pool", [40, 12])
@@ -98,11 +96,10 @@ def test_drafts_after_prefix_hits_and_preemptions_equal_transformers(tmp_path: P
     asks = [ask(prompt, 30, 4 * index) for index, prompt in enumerate(chosen)]
     answers, scheduler = serve(runner, asks, 2, pool, 8, 48, drafting=drafting)
     for prompt, answer in zip(chosen, answers, strict=True):
-        assert answer.tokens == greedy(model, prompt, 30)
+        assert_greedy(model, prompt, answer.tokens, 30)
     assert scheduler.memory.prefix_hits > 100
     assert bool(scheduler.preemptions) == (pool == 12)
-    for tokens, drafts in drafting.drafts:
-        assert drafts == drafts_of(model, head, tokens, len(drafts))
+    assert_drafts(model, head, drafting.drafts)
 
 
 @pytest.mark.parametrize("pool", [40, 12])
@@ -118,12 +115,12 @@ def test_drafts_of_a_smaller_model_are_its_own_answers(tmp_path: Path, pool: int
     asks = [ask(prompt, 30, 4 * index) for index, prompt in enumerate(chosen)]
     answers, scheduler = serve(runner, asks, 2, pool, 8, 16, drafting=drafting)
     for prompt, answer in zip(chosen, answers, strict=True):
-        assert answer.tokens == greedy(model, prompt, 30)
+        assert_greedy(model, prompt, answer.tokens, 30)
     assert scheduler.memory.prefix_hits > 100
     assert bool(scheduler.preemptions) == (pool == 12)
     assert max(len(drafts) for _, drafts in drafting.drafts) == 3
     for tokens, drafts in drafting.drafts[::7]:
-        assert drafts == greedy(smaller, tokens, len(drafts))
+        assert_greedy(smaller, tokens, drafts, len(drafts))
 
 
 def test_models_that_cannot_draft_are_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from tests.npu.execution.test_runner import load
 from tests.support.hybrids import VOCABULARY, ask, check_batch, logprobs_of, on_every_batch, prompts
 from tests.support.loop import serve
 from tests.support.mixtures import random_mixture, restack, use_recurrent_rule
-from tests.support.models import greedy, saved
+from tests.support.models import assert_greedy, saved
 from tests.support.oracle_drafts import Kind, drafting_of
 
 
@@ -49,7 +49,7 @@ def test_tokens_and_logprobs_equal_transformers(tmp_path: Path, seed: int) -> No
     answers, _ = serve(runner, [ask(prompt, 10, 2 * index) for index, prompt in enumerate(chosen)], 1 + seed % 2, 64, 4,
                        budget)
     for prompt, answer in zip(chosen, answers, strict=True):
-        assert answer.tokens == greedy(model, prompt, 10)
+        assert_greedy(model, prompt, answer.tokens, 10)
         ours = torch.tensor([report.logprob for report in answer.logprobs])
         torch.testing.assert_close(ours, logprobs_of(model, prompt, answer.tokens), atol=1e-4, rtol=0)
 

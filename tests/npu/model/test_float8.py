@@ -30,7 +30,7 @@ from tests.npu.execution.test_runner import load
 from tests.npu.model.test_weights import tensors_of
 from tests.support.hybrids import logprobs_of, random_hybrid, use_recurrent_rule
 from tests.support.loop import Ask, serve
-from tests.support.models import edit_config, greedy, random_model, saved, saved_w8a8
+from tests.support.models import assert_greedy, edit_config, random_model, saved, saved_w8a8
 
 BLOCKS = W8A8(per_channel=False, float8=True, blocks=True, scale_name="weight_scale_inv")
 SCHEMES = {
@@ -87,7 +87,7 @@ def assert_equal_answers(folder: Path, model: PreTrainedModel) -> None:
     asks = [Ask(0, None, {"prompt_ids": prompt, "max_tokens": 8, "sampling": sampling}) for prompt in prompts]
     answers, _ = serve(runner, asks, 1, 32, 4, 16)
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.tokens == greedy(model, prompt, 8)
+        assert_greedy(model, prompt, answer.tokens, 8)
         ours = torch.tensor([report.logprob for report in answer.logprobs])
         torch.testing.assert_close(ours, logprobs_of(model, prompt, answer.tokens), atol=1e-4, rtol=0)
 

@@ -35,7 +35,7 @@ from tests.support.hybrids import (
     use_recurrent_rule,
 )
 from tests.support.loop import Ask, serve
-from tests.support.models import greedy, saved
+from tests.support.models import assert_greedy, greedy, saved
 
 BLOCK = 16
 
@@ -64,7 +64,7 @@ def test_tokens_and_logprobs_equal_transformers(tmp_path: Path, seed: int) -> No
     answers, _ = serve(runner, [ask(prompt, 10, 2 * index) for index, prompt in enumerate(chosen)], 1 + seed % 2, 64, 4,
                        budget if budget > 1 else 8)
     for prompt, answer in zip(chosen, answers, strict=True):
-        assert answer.tokens == greedy(model, prompt, 10)
+        assert_greedy(model, prompt, answer.tokens, 10)
         ours = torch.tensor([report.logprob for report in answer.logprobs])
         torch.testing.assert_close(ours, logprobs_of(model, prompt, answer.tokens), atol=3e-4, rtol=0)
 
@@ -150,7 +150,7 @@ def test_any_published_configuration_equals_transformers(tmp_path: Path, seed: i
     answers, _ = serve(
         runner, [ask(prompt, 8, 2 * index) for index, prompt in enumerate(chosen)], 1 + seed % 2, 64, 4, budget)
     for prompt, answer in zip(chosen, answers, strict=True):
-        assert answer.tokens == greedy(model, prompt, 8)
+        assert_greedy(model, prompt, answer.tokens, 8)
         ours = torch.tensor([report.logprob for report in answer.logprobs])
         torch.testing.assert_close(ours, logprobs_of(model, prompt, answer.tokens), atol=1e-4, rtol=0)
 
@@ -228,7 +228,7 @@ def test_shared_beginnings_and_chats_hit_checkpoints(served: tuple[Runner, PreTr
     second = [*first, *turn, *draw.choices(range(3, VOCABULARY), k=9)]
     answers, scheduler = serve(runner, [ask(first, 40), ask(second, 8, 100)], 1, 64, 1, 48)
     assert answers[0].tokens == turn
-    assert answers[1].tokens == greedy(model, second, 8)
+    assert_greedy(model, second, answers[1].tokens, 8)
     assert scheduler.memory.prefix_hits == 64  # the last block boundary before the end of the first answer
 
 
@@ -330,7 +330,7 @@ def test_vision_tower_and_drafts_are_not_loaded(tmp_path: Path, caplog: pytest.L
     assert "1 tensors mtp.… are not loaded" in caplog.text
     assert "1 tensors model.visual.… are not loaded" in caplog.text
     (answer,), _ = serve(runner, [ask([5, 6, 7, 8], 12)], 1, 16, 1, 48)
-    assert answer.tokens == greedy(model, [5, 6, 7, 8], 12)
+    assert_greedy(model, [5, 6, 7, 8], answer.tokens, 12)
 
 
 def rounded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:

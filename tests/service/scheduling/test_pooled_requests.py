@@ -20,7 +20,7 @@ from tests.npu.backends.small import ids_of
 from tests.npu.execution.test_pooled_rows import last_hidden
 from tests.npu.execution.test_runner import load
 from tests.support.loop import check_ended
-from tests.support.models import greedy, random_model, saved
+from tests.support.models import assert_greedy, random_model, saved
 
 
 def pooled(name: str, prompt: list[int], arrival: float = 0.0, **fields: object) -> Request:
@@ -70,7 +70,7 @@ def test_pooled_requests_beside_generating_ones(tmp_path: Path, depth: int, bloc
         assert (part.token_ids, part.reason) == ([], "pooled")
         np.testing.assert_allclose(part.hidden, last_hidden(model, prompt), atol=1e-5)
     for name, prompt in texts.items():
-        assert [token for part in progress[name] for token in part.token_ids] == greedy(model, prompt, 12)
+        assert_greedy(model, prompt, [token for part in progress[name] for token in part.token_ids], 12)
 
 
 def test_pooled_request_uses_cached_blocks_but_computes_its_last_token(tmp_path: Path) -> None:
