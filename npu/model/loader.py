@@ -29,6 +29,7 @@ from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.forms.floats import converted
 from npuserve.npu.model.forms.matrix import StoredMatrix
+from npuserve.npu.model.forms.modelslim import ModelSlimInt4
 from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, INT32, Targets
 from npuserve.npu.model.forms.w4a16 import ConvertedInt4, StoredInt4
 from npuserve.npu.model.layers.shard import Span
@@ -93,6 +94,7 @@ def load_weights(
                 progress(done, total)
     _report_converted(config, dtype, backend)
     _report_converted_int4(config, dtype, backend)
+    _report_unpacked(config, backend)
     if merged := allocation.finish(config.vocabulary(backend.capabilities.vocabulary_tile).size, backend):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
@@ -127,6 +129,18 @@ def _report_converted_int4(config: ModelConfig, dtype: torch.dtype, backend: Bac
         log.warning("%d linear layers %s: they were converted to %s and take %s MiB instead of about %s",
                     sum(len(matrix.parts) for matrix in of_reason), reason, str(dtype).removeprefix("torch."),
                     *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers // 2)))
+
+
+def _report_unpacked(config: ModelConfig, backend: Backend) -> None:
+    """Log how many layers in 4 bits became int8. Ranks other than 0 log nothing."""
+    unpacked = [matrix for matrix in matrices(config, backend.capabilities.vocabulary_tile)
+                if isinstance(matrix.form, ModelSlimInt4)]
+    if not unpacked or config.shard.rank:
+        return
+    numbers = sum(matrix.rows * matrix.inputs for matrix in unpacked)
+    log.info("%d linear layers have weights of 4 bits (W4A8_DYNAMIC), which are served as int8: they take %s MiB "
+             "instead of %s", sum(len(matrix.parts) for matrix in unpacked),
+             *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers, numbers // 2)))
 
 
 def _int4_refusal(matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> str:
@@ -285,8 +299,10 @@ def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
             if expert and not held.first <= int(expert[1]) < held.first + held.size:
                 del files[name]
     for name in list(files):
-        # Old checkpoints contain frequencies, which the configuration determines.
+        # Old checkpoints contain frequencies, which the configuration determines; ModelSlim's have sums of weights of 4
+        # bits (forms/modelslim.py).
         if (name.endswith("rotary_emb.inv_freq") or name in scales
+                or (config.quantization and name.endswith(".scale_bias"))
                 or (config.tie_word_embeddings and name.startswith("lm_head."))
                 or (config.pooling is not None and config.pooling.is_classifier and name == f"{config.head}.weight")):
             del files[name]

@@ -1,7 +1,7 @@
 """Description of a checkpoint of ModelSlim, Huawei's tool for Ascend: quant_model_description.json.
 
 It names the type of each tensor. W8A8_DYNAMIC quantizes inputs by token, W8A8 with a scale and an offset of the
-checkpoint.
+checkpoint. W4A8_DYNAMIC is W8A8_DYNAMIC with weights from -8 to 7, two in a byte.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ class ModelSlimW8A8(W8A8):
     """W8A8 in the tensors of ModelSlim. Static inputs have offsets."""
 
 
-TYPES = {"W8A8_DYNAMIC": ModelSlimW8A8(), "W8A8": ModelSlimW8A8(dynamic=False, symmetric_inputs=False)}
+@dataclass(frozen=True, slots=True)
+class ModelSlimW4A8(ModelSlimW8A8):
+    """Weights of 4 bits with a scale for each row, and int8 inputs by token: W8A8 once the weights are unpacked."""
+
+    @property
+    def name(self) -> str:
+        return "w4a8"
+
+
+TYPES = {"W8A8_DYNAMIC": ModelSlimW8A8(), "W8A8": ModelSlimW8A8(dynamic=False, symmetric_inputs=False),
+         "W4A8_DYNAMIC": ModelSlimW4A8()}
 """Type of a tensor -> scheme of its module."""
 
 

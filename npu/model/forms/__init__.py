@@ -11,15 +11,15 @@ from typing import Any
 
 from npuserve.npu.model.forms import modelslim, w4a8, w4a16, w8a8
 from npuserve.npu.model.forms.matrix import StoredForm
-from npuserve.npu.quantization.modelslim import ModelSlimW8A8
+from npuserve.npu.quantization.modelslim import ModelSlimW4A8, ModelSlimW8A8
 from npuserve.npu.quantization.scheme import WeightScheme
 from npuserve.npu.quantization.w4a8 import W4A8
 from npuserve.npu.quantization.w4a16 import W4A16
 from npuserve.npu.quantization.w8a8 import W8A8
 
 FORMS: dict[type[WeightScheme], Callable[[Any], StoredForm]] = {
-    ModelSlimW8A8: modelslim.ModelSlimInt8, W4A16: w4a16.StoredInt4, W4A8: w4a8.StoredInt4Int8,
-    W8A8: w8a8.form_of_scheme}
+    ModelSlimW8A8: modelslim.ModelSlimInt8, ModelSlimW4A8: modelslim.ModelSlimInt4, W4A16: w4a16.StoredInt4,
+    W4A8: w4a8.StoredInt4Int8, W8A8: w8a8.form_of_scheme}
 """Scheme of a checkpoint -> the form that stores it."""
 
 

@@ -1,11 +1,14 @@
-"""Matrices of int8 numbers in the tensors of ModelSlim.
+"""Matrices of int8 numbers, and of 4 bits that become int8, in the tensors of ModelSlim.
 
     W8A8_DYNAMIC  weight [N, K] int8, weight_scale [N, 1], weight_offset [N, 1] of 0
+    W4A8_DYNAMIC  weight [N / 2, K] int8: row i has row 2 i of the matrix in its low bits, row 2 i + 1 in its high ones;
+                  weight_scale and weight_offset as above; scale_bias, which is not read
     W8A8          weight [N, K] int8, input_scale [1], input_offset [1], deq_scale [N], quant_bias [N] int32
 
 A product of W8A8 is (q(x) · weight + quant_bias) * deq_scale. deq_scale is the weight's scale times input_scale;
 quant_bias is the module's bias in these steps, less input_offset times the sum of the weight's row. Both follow from
 what `QuantizedWeight` stores, so that they are only compared with it. A module with a bias has it in `bias`, too.
+scale_bias follows from the weight and its scale: operators add it that read the 4 bits without their sign.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from npuserve.npu.model.forms.targets import (
     INT32,
     INTEGERS,
     SINGLE,
+    Put,
     Target,
     Targets,
     put_after,
@@ -34,6 +38,7 @@ from npuserve.npu.model.forms.targets import (
     target_of_rows,
 )
 from npuserve.npu.model.forms.w8a8 import Int8, StaticInputs
+from npuserve.npu.model.layers.shard import Rows, Span
 from npuserve.npu.quantization.modelslim import ModelSlimW8A8
 
 ROUNDING = 1
@@ -61,8 +66,12 @@ class ModelSlimInt8(Int8):
         return AllocatedWeight(
             weight, matrix.number_targets(weight.write, 1, INT8) | static.targets(), static.merge)
 
+    def number_targets(self, matrix: StoredMatrix, weight: QuantizedWeight) -> Targets:
+        """Return the targets of the numbers."""
+        return matrix.number_targets(weight.write, 1, INT8)
+
     def targets(self, matrix: StoredMatrix, weight: QuantizedWeight) -> Targets:
-        targets = matrix.number_targets(weight.write, 1, INT8)
+        targets = self.number_targets(matrix, weight)
         first = 0
         for name, rows in matrix.parts.items():
             shapes = (rows.whole,), (rows.whole, 1)
@@ -71,6 +80,38 @@ class ModelSlimInt8(Int8):
             targets[f"{name}.weight_offset"] = Target(_put_no_offset, shapes, 0, FLOATS + INTEGERS, required=False)
             first += rows.size
         return targets
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSlimInt4(ModelSlimInt8):
+    """int8 numbers, from tensors with two numbers of 4 bits in a byte."""
+
+    def number_targets(self, matrix: StoredMatrix, weight: QuantizedWeight) -> Targets:
+        targets: Targets = {}
+        first = 0
+        for name, rows in matrix.parts.items():
+            columns = matrix.columns
+            targets[f"{name}.weight"] = target_of_rows(
+                partial(_put_pairs, partial(put_after, weight.write, first)), _pairs(name, rows),
+                ((rows.whole // 2, columns.whole),), rows.size * columns.size, INT8, columns=columns)
+            first += rows.size
+        return targets
+
+
+def _pairs(name: str, rows: Span | Rows) -> Span | Rows:
+    """Return the rows of pairs that hold these. Raises ModelError if they begin or end within a pair."""
+    ranges = rows.ranges if isinstance(rows, Rows) else ((rows.first, rows.size),)
+    if rows.whole % 2 or any(first % 2 or size % 2 for first, size in ranges):
+        raise ModelError(f"{name}: has an odd number of rows on a rank, and stores its rows in pairs (W4A8_DYNAMIC); "
+                         "choose another tensor_parallel_size")
+    halves = tuple((first // 2, size // 2) for first, size in ranges)
+    return Rows(halves, rows.whole // 2) if isinstance(rows, Rows) else Span(*halves[0], rows.whole // 2)
+
+
+def _put_pairs(put: Put, row: int, packed: Tensor) -> None:
+    """Put the two rows of each row of bytes."""
+    low = (packed << 4) >> 4  # with its sign
+    put(2 * row, torch.stack((low, packed >> 4), 1).flatten(0, 1))
 
 
 @dataclass(frozen=True, slots=True)

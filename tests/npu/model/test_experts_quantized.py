@@ -86,6 +86,35 @@ def test_w8a8_is_near_its_weights_in_floats(tmp_path: Path, seed: int) -> None:
     assert torch.equal(prompt_logprobs(folder), ours)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_int4_experts_of_modelslim_are_those_in_int8(tmp_path: Path, seed: int) -> None:
+    """The experts of published checkpoints have 4 bits (W4A8_DYNAMIC), the rest 8: the same bits as with the same
+    numbers in int8. Written by hand as in `modelslim_w4a8`, since msmodelslim 26.1.0 leaves experts in floats here."""
+    folder = saved_w8a8(random_mixture(seed), tmp_path / "w8a8", PLAIN_W8A8, FLOATS)
+    tensors = load_file(folder / "model.safetensors")
+    experts = [name.removesuffix(".weight") for name in tensors if ".experts." in name and name.endswith(".weight")]
+    assert experts
+    for name in experts:
+        tensors[f"{name}.weight"] = tensors[f"{name}.weight"] // 16
+        tensors[f"{name}.weight_scale"] = tensors[f"{name}.weight_scale"].float() * 16
+    description = modelslim.description(tensors)
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    found = []
+    for packed in (False, True):
+        for name in experts if packed else ():
+            rows = tensors[f"{name}.weight"]
+            tensors[f"{name}.weight"] = (rows[1::2] << 4) | (rows[::2] & 15)
+            tensors[f"{name}.scale_bias"] = torch.zeros(len(rows), 1)
+            description |= dict.fromkeys(
+                (f"{name}.{part}" for part in ("weight", "weight_scale", "scale_bias")), "W4A8_DYNAMIC")
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        (folder / "quant_model_description.json").write_text(json.dumps(description))
+        found.append(prompt_logprobs(folder))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("seed", [0, 2])
 def test_float8_blocks_become_their_floats(tmp_path: Path, seed: int) -> None:
     folder = saved_w8a8(random_mixture(seed), tmp_path / "fp8", FLOAT8_BLOCKS, FLOATS)

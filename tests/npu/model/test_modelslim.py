@@ -1,7 +1,8 @@
 """Checkpoints of ModelSlim.
 
 `modelslim` is one that msmodelslim 26.1.0 wrote of a random Qwen3 on a CPU: attention static, MLPs dynamic, one
-projection in floats. Its vocabulary was cut to 96 ids afterwards. Others are that one, edited.
+projection in floats. Its vocabulary was cut to 96 ids afterwards. Others are that one, edited. `modelslim_w4a8` is
+another that it wrote: MLPs of 4 bits with int8 inputs, attention W8A8, both dynamic.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from npuserve.npu.step import Row
 from tests.npu.execution.test_decoder import Bench
 
 FIXTURE = Path(__file__).parent / "modelslim"
+INT4 = Path(__file__).parent / "modelslim_w4a8"
 WEIGHTS, DESCRIPTION = "quant_model_weights.safetensors", "quant_model_description.json"
 BACKENDS = [CpuBackend(native=False), *([CpuBackend()] if available() else [])]
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -62,9 +64,19 @@ def describe(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def unpacked(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """Return the numbers of a module; of two rows of 4 bits in a byte the first has the low ones."""
+    weight = tensors[f"{name}.weight"]
+    if f"{name}.scale_bias" not in tensors:
+        return weight
+    levels = weight.int() & 255
+    both = torch.stack((levels % 16, levels // 16), 1).flatten(0, 1)
+    return torch.where(both < 8, both, both - 16)
+
+
 def product(tensors: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     """Return the product of a module as the format defines it."""
-    weight = tensors[f"{name}.weight"].double()
+    weight = unpacked(tensors, name).double()
     if f"{name}.deq_scale" in tensors:
         quantized = (x.double() / tensors[f"{name}.input_scale"].double() + tensors[f"{name}.input_offset"].double())
         sums = quantized.round().clamp(-128, 127) @ weight.T + tensors[f"{name}.quant_bias"].double()
@@ -102,6 +114,39 @@ def _parts(block: str, rows: int) -> list[str]:
 def test_modelslim_products_equal_the_definition(folder, backend):
     assert ModelConfig.from_folder(folder).quantization_name == "w8a8"
     check(folder, backend)
+
+
+def test_modelslim_int4_products_equal_the_definition(backend, caplog):
+    """scale_bias of the tool is 8 times the sums of the rows: the numbers are unpacked in the order of its rows."""
+    with caplog.at_level(logging.INFO, loader.__name__):
+        check(INT4, backend)
+    assert "6 linear layers have weights of 4 bits (W4A8_DYNAMIC), which are served as int8" in caplog.text
+    tensors = load_file(INT4 / WEIGHTS)
+    for part in ("gate_proj", "up_proj", "down_proj"):
+        name = f"model.layers.1.mlp.{part}"
+        sums = unpacked(tensors, name).float().sum(1, keepdim=True) * tensors[f"{name}.weight_scale"] * 8
+        torch.testing.assert_close(tensors[f"{name}.scale_bias"].sum(1, keepdim=True), sums, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_modelslim_int4_ranks_have_their_rows(rank, backend):
+    whole, ours = load(INT4, backend), load(INT4, backend, Shard(rank, 2))
+    ids = torch.arange(128)
+    for mine, all_of in zip(ours.layers, whole.layers, strict=True):
+        (gate_up, down), (all_gate_up, all_down) = (
+            [form_of(linear.weight) for linear in blocks[1].linears] for blocks in (mine, all_of))
+        rows = torch.cat((ids[:64] + 64 * rank, ids[:64] + 64 * rank + 128))
+        assert torch.equal(gate_up.rows(ids), all_gate_up.rows(rows))
+        assert torch.equal(down.rows(ids[:64]), all_down.rows(ids[:64])[:, 64 * rank : 64 * rank + 64])
+
+
+def test_modelslim_int4_rows_are_divided_in_pairs(tmp_path, backend):
+    """Numbers of 126 rows on two ranks: 63 are no pairs."""
+    folder = Path(shutil.copytree(INT4, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 126}))
+    with pytest.raises(ModelError, match="gate_proj: has an odd number of rows on a rank, and stores"):
+        load(folder, backend, Shard(0, 2))
 
 
 def test_modelslim_parts_with_scales_of_their_own_are_merged(folder, backend, caplog):
@@ -152,8 +197,8 @@ def test_modelslim_scales_of_the_cache_are_ignored(folder, backend, caplog):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({f"{Q_PROJ}.weight": "W4A8_DYNAMIC"}, rf"{DESCRIPTION}: {Q_PROJ}.weight: 'W4A8_DYNAMIC' is not supported; "
-     "supported: FLOAT, W8A8_DYNAMIC, W8A8"),
+    ({f"{Q_PROJ}.weight": "W4A4_DYNAMIC"}, rf"{DESCRIPTION}: {Q_PROJ}.weight: 'W4A4_DYNAMIC' is not supported; "
+     "supported: FLOAT, W8A8_DYNAMIC, W8A8, W4A8_DYNAMIC"),
     ({f"{Q_PROJ}.weight": "W8A8_MIX"}, "'W8A8_MIX' is not supported"),
     ({f"{Q_PROJ}.weight": "W8A16"}, "'W8A16' is not supported"),
     ({"group_size": 64}, "group_size: 64 is not supported; supported: None, 0"),
