@@ -46,14 +46,14 @@ def choose_experts_kernel(
     largest = tl.max(left, 1)
     total = tl.sum(tl.exp(left - largest[:, None]), 1)
     shares = tl.zeros((TOKENS, CHOICES), tl.float32)
-    own = tl.zeros((TOKENS, CHOICES), tl.int32)
+    picks = tl.zeros((TOKENS, CHOICES), tl.int32)
     for j in tl.static_range(TOP_K):
         best = tl.max(left, 1)
         expert = tl.min(tl.where(left == best[:, None], e[None, :], EXPERTS), 1)
         left = tl.where(e[None, :] == expert[:, None], float("-inf"), left)
-        here = (choice == j)[None, :]
-        shares = tl.where(here, tl.exp(best - largest)[:, None], shares)
-        own = tl.where(here, expert[:, None], own)
+        at_choice = (choice == j)[None, :]
+        shares = tl.where(at_choice, tl.exp(best - largest)[:, None], shares)
+        picks = tl.where(at_choice, expert[:, None], picks)
     if RENORMALIZE:
         total = tl.sum(shares, 1)
     pair = t.to(tl.int64)[:, None] * TOP_K + choice[None, :]
@@ -64,10 +64,10 @@ def choose_experts_kernel(
     rows = tl.sum(taken, 0)
     if counts is None:
         begin = tl.cumsum(rows, 0) - rows
-        _store_places(places + pair, taken, own, begin, e, first, count, valid, TOP_K, choice)
+        _store_places(places + pair, taken, picks, begin, e, first, count, valid, TOP_K, choice)
         _store_begins(begins, rows_of_expert, begin, rows, e, first, count)
     else:
-        tl.store(chosen + pair, own, mask=valid)
+        tl.store(chosen + pair, picks, mask=valid)
         tl.store(counts + tl.program_id(0) * EXPERTS + e, rows)
 
 
@@ -96,32 +96,32 @@ def place_experts_kernel(
     begin = tl.cumsum(rows, 0) - rows
     pair = t.to(tl.int64)[:, None] * TOP_K + choice[None, :]
     valid = (t < tokens)[:, None] & (choice < TOP_K)[None, :]
-    own = tl.load(chosen + pair, mask=valid, other=-1)
+    picks = tl.load(chosen + pair, mask=valid, other=-1)
     held = ((e >= first) & (e < first + count))[None, :]
     taken = tl.zeros((TOKENS, EXPERTS), tl.int32)
     for j in tl.static_range(TOP_K):
-        expert = tl.sum(tl.where((choice == j)[None, :], own, 0), 1)
+        expert = tl.sum(tl.where((choice == j)[None, :], picks, 0), 1)
         taken += ((expert[:, None] == e[None, :]) & held & (t < tokens)[:, None]).to(tl.int32)
-    _store_places(places + pair, taken, own, begin + before, e, first, count, valid, TOP_K, choice)
+    _store_places(places + pair, taken, picks, begin + before, e, first, count, valid, TOP_K, choice)
     if program == 0:
         _store_begins(begins, rows_of_expert, begin, rows, e, first, count)
 
 
 @triton.jit
-def _store_places(places, taken, own, begin, e, first, count, valid, TOP_K: tl.constexpr, choice):
+def _store_places(places, taken, picks, begin, e, first, count, valid, TOP_K: tl.constexpr, choice):
     """Store the place of each pair: `begin` [EXPERTS] of its expert, after those of the tokens before.
 
-    taken: [TOKENS, EXPERTS], 1 for the chosen experts of this rank. own: [TOKENS, CHOICES], the chosen experts.
+    taken: [TOKENS, EXPERTS], 1 for the chosen experts of this rank. picks: [TOKENS, CHOICES], the chosen experts.
     """
     place_of = begin[None, :] + tl.cumsum(taken, 0) - taken
-    found = own * 0 - 1
+    placed = picks * 0 - 1
     for j in tl.static_range(TOP_K):
-        here = (choice == j)[None, :]
-        expert = tl.sum(tl.where(here, own, 0), 1)
+        at_choice = (choice == j)[None, :]
+        expert = tl.sum(tl.where(at_choice, picks, 0), 1)
         place = tl.sum(tl.where(e[None, :] == expert[:, None], place_of, 0), 1)
         held = (expert >= first) & (expert < first + count)
-        found = tl.where(here & held[:, None], place[:, None], found)
-    tl.store(places, found, mask=valid)
+        placed = tl.where(at_choice & held[:, None], place[:, None], placed)
+    tl.store(places, placed, mask=valid)
 
 
 @triton.jit
