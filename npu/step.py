@@ -114,25 +114,53 @@ class Row(msgspec.Struct, frozen=True):
         return len(self.token_ids) == 1 and self.samples > 0 and self.start > 0
 
 
-class BlockCopy(NamedTuple):
-    """Copy of a KV-cache block between the device and a slot of host memory."""
+class HostSlots(NamedTuple):
+    """Slots of host memory for evicted blocks and fixed states (execution/host_blocks.py).
 
-    block: int
+    count: number of slots.
+    block_bytes: bytes of a slot.
+    state_parts: number of slots that a fixed state takes; 0 for a model without.
+    max_saves: maximum number of slots that a step saves to; None for no limit.
+    num_early: number of blocks, free or next to be evicted, that need no save at their eviction.
+    max_early_saves: maximum number of blocks that a step saves before their eviction.
+    """
+
+    count: int
+    block_bytes: int
+    state_parts: int = 0
+    max_saves: int | None = None
+    num_early: int = 0
+    max_early_saves: int = 1
+
+
+class HostCopy(NamedTuple):
+    """Copy between the device and a slot of host memory, which has the size of a block of the KV cache.
+
+    index: of the block; of a fixed state, its slot on the device.
+    slot: of host memory.
+    part: number of the part of the fixed state that is copied, of which each takes a slot of host memory; -1: a block.
+    """
+
+    index: int
     slot: int
+    part: int = -1
 
 
-class BlockLoad(msgspec.Struct, frozen=True):
-    """Copies from host memory to the device that end together. id: of this load, for `LoadedBlocks`."""
+class HostLoad(msgspec.Struct, frozen=True):
+    """Copies from host memory to the device that end together: blocks, then the parts of a fixed state.
+
+    id: of this load, for `EndedLoad`.
+    """
 
     id: int
-    copies: list[BlockCopy]
+    copies: list[HostCopy]
 
 
-class LoadedBlocks(NamedTuple):
+class EndedLoad(NamedTuple):
     """End of a load.
 
     id: of the load.
-    num_intact: number of its first blocks that are on the device. The checksum of the next one differs.
+    num_intact: number of its first copies that are on the device. The checksum of the next one differs.
     """
 
     id: int
@@ -145,16 +173,16 @@ class Step:
 
     Steps are computed in the order of their launch, so a step may be launched while the one before it runs.
 
-    saves: blocks to copy to host memory before the rows of this step or a load write them.
+    saves: blocks and fixed states to copy to host memory before the rows of this step or a load write them.
     loads: loads that begin with this step, after its saves. They run beside this step and later ones, and no row may
-        use their blocks before the runner reports their end.
+        use their blocks and slots before the runner reports their end.
     """
 
     rows: list[Row]
     new: list[NewRequest] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
-    saves: list[BlockCopy] = field(default_factory=list)
-    loads: list[BlockLoad] = field(default_factory=list)
+    saves: list[HostCopy] = field(default_factory=list)
+    loads: list[HostLoad] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -71,13 +71,13 @@ class SideCopies(Protocol):
     Each source is copied to its target. The returned event covers all of them.
     """
 
-    def save(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Event:
+    def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Event:
         """Copy to host buffers what steps whose results are on the host have written.
 
         The copy does not wait for steps in flight. Work that is enqueued later waits for the copy.
         """
 
-    def load(
+    def to_device(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], is_first: bool
     ) -> Event:
         """Copy from host buffers, after all earlier calls. Work that is enqueued later does not wait.

@@ -1,8 +1,8 @@
 """Base of devices with streams, over the torch module that serves them (torch.cuda, torch.npu).
 
 Steps run in order on one stream. Results for the host are copied on a second stream, concurrently with the next step.
-The host waits for these copies only. Blocks of the KV cache are saved to host memory and loaded from it on two further
-streams, so that a save does not wait for the loads before it.
+The host waits for these copies only. Evicted blocks and states are saved to host memory and loaded from it on two
+further streams, so that a save does not wait for the loads before it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class StreamCopies:
         self.saves = streams.Stream()
         self.loads = streams.Stream()
 
-    def save(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:
+    def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> HostCopy:
         saved = self._take_event()
         passed = self._take_event()
         self._copy(self.saves, targets, sources)
@@ -97,7 +97,7 @@ class StreamCopies:
         passed.record(self._main)  # `saved` may be recorded again only then
         return HostCopy([targets, sources], [saved, passed], self._pool, self._reach)
 
-    def load(
+    def to_device(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], is_first: bool
     ) -> HostCopy:
         events = [self._take_event()]

@@ -17,7 +17,7 @@ from npuserve.kernels.registry import Kernel
 from npuserve.kernels.sample import sample
 from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.backends.memory import free_host_memory
-from npuserve.npu.execution.host_blocks import chunk_sizes
+from npuserve.npu.execution.host_blocks import chunk_sizes, num_state_parts
 from npuserve.npu.execution.host_prefill import staging_bytes
 from npuserve.npu.execution.sampling_state import penalties_bytes
 from npuserve.npu.execution.state_store import block_bytes, slot_bytes
@@ -79,7 +79,7 @@ class MemoryPlan:
     dtype, kv_cache_dtype, max_model_len, block_size: settings of the engine.
     host: plan of the prompts, if the host computes them.
     fixed_state: num_slots slots of the layers' fixed state; 0 for a model without.
-    kv_offload: blocks in host memory, which are evicted from the KV cache.
+    kv_offload: evicted blocks and states in host memory.
     host_available: free memory of the host for them.
     """
 
@@ -234,16 +234,18 @@ def predict(
         dtype=str(resolved).removeprefix("torch."), kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks, block_size=block_size, max_model_len=length,
         host=host and replace(host, kv_cache=num_blocks * mirrored), fixed_state=fixed_state, num_slots=num_slots,
-        kv_offload=_offload_bytes(config, backend, prefill, kv_offload_memory, block),
+        kv_offload=_offload_bytes(
+            config, backend, prefill, kv_offload_memory, block, slot_bytes(config, resolved, backend)),
     )
 
 
 def _offload_bytes(
-    config: ModelConfig, backend: Backend, prefill: Backend | None, kv_offload_memory: int, block: int
+    config: ModelConfig, backend: Backend, prefill: Backend | None, kv_offload_memory: int, block: int, state: int
 ) -> int:
-    """Return the bytes of host memory for evicted blocks of `block` bytes, at most kv_offload_memory.
+    """Return the bytes of host memory for evicted blocks of `block` bytes and fixed states of `state` bytes, at most
+    kv_offload_memory.
 
-    Raises BackendError if these cannot go to host memory, ModelError if it holds none.
+    Raises BackendError if these cannot go to host memory, ModelError if it holds no block with a state.
     """
     if not kv_offload_memory:
         return 0
@@ -255,12 +257,12 @@ def _offload_bytes(
                            "(prefill_device), which has a mirror of the KV cache")
     if config.shard.size > 1:
         raise BackendError("kv_offload_memory: is not possible with a tensor_parallel_size above 1")
-    if config.has_fixed_state:
-        raise BackendError(f"kv_offload_memory: is not possible for models with linear attention ({config.family}), "
-                           "whose states stay on the device")
     sizes = chunk_sizes(kv_offload_memory, block)
     if not sizes:
         raise ModelError(f"kv_offload_memory: {mib(kv_offload_memory)} holds no block of {mib(block)}")
+    if sum(size // block for size in sizes) <= num_state_parts(state, block):
+        raise ModelError(f"kv_offload_memory: {mib(kv_offload_memory)} holds no block of {mib(block)} with its state "
+                         f"of {mib(state)}")
     return sum(sizes)
 
 

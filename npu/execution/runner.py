@@ -65,7 +65,7 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Counts
 from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.step import NewRequest, Phase, Step, StepResult
+from npuserve.npu.step import HostSlots, NewRequest, Phase, Step, StepResult
 
 
 class Runner:
@@ -85,11 +85,11 @@ class Runner:
     cpu_kernels: CPU kernels in use, or None.
     ranks: group of the model's ranks. All of them launch the same steps.
     recording: record of the steps that are launched now, for a profile; None for none.
-    kv_offload_memory: most bytes of host memory for blocks that are evicted from the KV cache; 0 for none.
+    kv_offload_memory: most bytes of host memory for evicted blocks and states; 0 for none.
     draft: weights of a smaller model that drafts tokens, for `ModelConfig.draft`; None for none.
     draft_depth: most tokens that are drafted after a row where steps are captured as graphs; any number elsewhere.
     capture_chunks: steps of any rows are captured where steps are (`load.chunk_obstacle`).
-    host_blocks: the blocks in host memory; None for none.
+    host_blocks: the blocks and states in host memory; None for none.
     max_drafted_samples: most samples of a step that drafts tokens; None for any number.
     predicts: steps can draft tokens (`Row.predicts`): the model has a head for this, or there is a smaller one.
     """
@@ -178,7 +178,8 @@ class Runner:
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
         stores = [self._store, *([self._predictor.store] if self._predictor else [])]
         paged = [tensor for store in stores for tensor in store.paged_tensors]
-        self.host_blocks = HostBlocks(backend, paged, kv_offload_memory) if kv_offload_memory else None
+        self.host_blocks = (
+            HostBlocks(backend, paged, kv_offload_memory, self._store.fixed) if kv_offload_memory else None)
         memory = [(backend.memory, tensor) for tensor in self._cached]
         if self._prefill and prefill:
             memory += [(prefill[0].memory, tensor) for tensor in self._prefill.tensors]
@@ -209,6 +210,11 @@ class Runner:
     def unread_expert_bytes(self, tokens: int) -> int:
         """Return the part of `read_bytes` that a step of `tokens` tokens does not read (`idle_bytes`)."""
         return idle_bytes(self.config, getattr(torch, self.dtype_name), self.backend, tokens)
+
+    @property
+    def host_slots(self) -> HostSlots | None:
+        """Slots of host memory for evicted blocks and states. The longest prompt evicts blocks that are saved."""
+        return self.host_blocks and self.host_blocks.describe(-(-self.max_model_len // self.block_size))
 
     @property
     def parameters(self) -> int:

@@ -279,16 +279,16 @@ class Engine:
             last = end - min(expected / 4, MAX_EARLY_SECONDS)
             wake_up = last
         while not self._runner.ready(oldest.handle) and (now := time.monotonic()) < last:
-            longest = LOAD_POLL_SECONDS if self._scheduler.is_loading else 0.02
+            longest = LOAD_POLL_SECONDS if self._scheduler.loads.has_loads else 0.02
             self.receive(min(max(wake_up - now, expected / 8, 0.001), longest))  # `ready` is a call on the device
-            self._scheduler.poll_loads()
+            self._scheduler.loads.poll()
             self._outbox.flush()
 
     def _idle_timeout(self) -> float:
         """Return how long to wait for a message when there is nothing to compute, in seconds."""
         if self._kv_events and self._kv_events.has_work:
             return 0.0
-        if self._scheduler.is_loading:
+        if self._scheduler.loads.has_loads:
             return LOAD_POLL_SECONDS
         now = time.monotonic()
         deadline = self._scheduler.deadlines.next(now)

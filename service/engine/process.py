@@ -225,9 +225,10 @@ def build_engine(
 
 
 def tier_of(runner: Runner, kv_log: KvEventLog | None) -> HostTier | None:
-    """Return the index of the runner's blocks in host memory; None if it has none."""
+    """Return the index of the runner's host memory; None if it has none."""
     host = runner.host_blocks
-    return HostTier(host.num_slots, host.block_bytes, host.take_loaded, kv_log, host.max_saves) if host else None
+    slots = runner.host_slots
+    return HostTier(slots, host.take_ended_loads, kv_log) if host and slots else None
 
 
 MODES: Mapping[str, Mode] = {"auto": "auto", "suffix": "suffix", "mtp": "mtp"}

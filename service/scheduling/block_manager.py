@@ -60,9 +60,12 @@ class CacheEvents(Protocol):
 
 
 class EvictedBlocks(Protocol):
-    """Keeper of evicted blocks: host_tier.py. Blocks with a scope, which are used by one call, are not saved."""
+    """Keeper of evicted blocks and fixed states: host_tier.py. Those with a scope, which are used by one call, are not
+    saved."""
 
     def save(self, digest: bytes, block: int) -> None: ...
+    def save_state(self, digest: bytes, slot: int) -> None: ...
+    def has(self, digest: bytes) -> bool: ...
     def clear(self) -> None: ...
 
 
@@ -176,6 +179,27 @@ class BlockManager:
     def holds(self, digest: bytes) -> bool:
         """Return whether a block of this content can be found."""
         return digest in self._by_digest
+
+    @property
+    def index_version(self) -> int:
+        """Number that increases with each change of what can be found."""
+        return self._index_version
+
+    def next_evicted(self) -> Iterator[tuple[bytes, int]]:
+        """Yield digest and id of the cached blocks without a scope, in the order of their eviction."""
+        for block in self._cached:
+            digest = self._digest[block]
+            if digest is not None and digest not in self._scoped:
+                yield digest, block
+
+    def save_state(self, digest: bytes, slot: int) -> None:
+        """Let the keeper of evicted blocks save the fixed state after a block, which is in a slot of the device.
+
+        Nothing if neither has the block, or if it has a scope.
+        """
+        keeper = self._evicted
+        if keeper is not None and ((digest in self._by_digest and digest not in self._scoped) or keeper.has(digest)):
+            keeper.save_state(digest, slot)
 
     def is_shared(self, table: BlockTable) -> bool:
         """Return whether the full computed blocks of a table can be found after it is freed."""

@@ -119,18 +119,18 @@ class FairQueue:
             self._accounts = {client: other for client, other in self._accounts.items() if other.live}
         self._insert(sequence)
 
-    def begin_load(self, sequence: Sequence) -> None:
+    def begin_load_wait(self, sequence: Sequence) -> None:
         """Remove a request that waits for blocks from host memory. Its client counts as waiting."""
         self.remove(sequence)
         sequence.account.loading += 1
 
-    def end_load(self, sequence: Sequence) -> None:
-        """End the count of `begin_load`."""
+    def end_load_wait(self, sequence: Sequence) -> None:
+        """End the count of `begin_load_wait`."""
         sequence.account.loading -= 1
 
     def push_loaded(self, sequence: Sequence) -> None:
         """Return a request to its place after its load. The virtual time of its client stays."""
-        self.end_load(sequence)
+        self.end_load_wait(sequence)
         self._insert(sequence)
 
     def _insert(self, sequence: Sequence) -> None:

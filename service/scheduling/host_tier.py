@@ -1,21 +1,26 @@
-"""Blocks that the KV cache evicted, in host memory: their index, and the copies that steps carry.
+"""Blocks and fixed states that were evicted from the device, in host memory: their index, and the copies of steps.
 
-    evict    BlockManager ──save──► slot of host memory, copied before the block is given away (`Step.saves`)
-    admit    the next request's blocks that only host memory has ──load──► blocks of the device (`Step.loads`)
+    evict    BlockManager, StateSlots ──save──► slots of host memory, before the memory is reused (`Step.saves`)
+    admit    the next request's prefix only in host memory ──load──► blocks and a slot of the device (`Step.loads`)
 
-A request whose prefix continues in host memory is LOADING before its admission, while others run. Its load holds a
-block table of its own. When the load ends, the blocks enter the prefix cache, and the request is admitted with them as
-with any cached prefix. The blocks of a load are therefore used until its end, whatever happens to the request. Each
-block is in one load at a time: further requests that need it wait for the same load.
+A load brings one prefix back. A request whose prefix continues in host memory is LOADING before its admission, while
+others run. Its load holds a block table of its own, and a slot of fixed state if that comes back. When the load ends,
+they enter the prefix cache, and the request is admitted with them as with any cached prefix. The memory of a load is
+therefore used until its end, whatever happens to the request. Each block and state is in one load at a time: further
+requests that need it wait for the same load.
 
-Blocks are found by the digests of the prefix cache (block_manager.py), which depend on salt, tokens and position. A
-block that comes back stays in host memory, so that it is not copied again at its next eviction. If slots run out, the
-least recently used block is forgotten. A block whose checksum differs is forgotten too, and computed again. A step
-carries at most `max_saves` saves. Blocks that are evicted beyond them are lost, the first ones first: a prefix is
-evicted from its end, and is of no use without its beginning.
+Blocks and states are found by the digests of the prefix cache (block_manager.py), which depend on salt, tokens and
+position. A slot of host memory has the size of a block. A state takes several, one for each of its parts. What comes
+back stays in host memory, so that it is not copied again at its next eviction. If slots run out, the least recently
+used block or state is forgotten. One whose checksum differs is forgotten too, and computed again.
 
-The interface to block manager and scheduler is that of a connector: `save`, `find`, `load`, and `finish` for what has
-ended. The index ends with the engine's process, as the memory does.
+A step saves to at most `max_saves` slots. Blocks that are evicted beyond them are lost, the first ones first: a prefix
+is evicted from its end, and is of no use without its beginning. A long prompt evicts more blocks than one step saves.
+Blocks are therefore saved before their eviction, some in each step, until the next `num_early` blocks that the block
+manager will give away are free or saved.
+
+The interface to block manager and scheduler is that of a connector: `save`, `find`, `begin_load`, and `end_loads` for
+what has ended. The index ends with the engine's process, as the memory does.
 """
 
 from __future__ import annotations
@@ -24,17 +29,32 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks
+from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
+from npuserve.service.scheduling.state_slots import StateSlots
+
+_STATE = b"state"
+
+
+def state_key(digest: bytes) -> bytes:
+    """Return the key of the fixed state after a block. The key of the block is its digest."""
+    return _STATE + digest
 
 
 class HostEvents(Protocol):
-    """Receiver of the changes of the tier: engine/kv_event_log.py."""
+    """Receiver of the changes of the tier: engine/kv_event_log.py. Fixed states are not reported."""
 
     def saved(self, digest: bytes) -> None: ...
     def forgotten(self, digest: bytes) -> None: ...
+
+
+class _LoadedState(NamedTuple):
+    """Fixed state at the end of a load's blocks. slot: of the device, which the load holds until its end."""
+
+    digest: bytes
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,212 +64,301 @@ class _Load:
     table: the cached prefix, and the blocks that are loaded after it.
     token_ids: tokens of all these blocks.
     num_prefix: number of blocks of the prefix.
-    digests, slots: of the blocks that are loaded.
+    state: None if no state is loaded.
+    slots: slots of host memory by key, those of the blocks in their order, then those of the state.
     """
 
     table: BlockTable
     token_ids: Sequence[int]
     num_prefix: int
-    digests: list[bytes]
-    slots: list[int]
+    state: _LoadedState | None
+    slots: dict[bytes, list[int]]
 
 
 class HostTier:
-    """Owner of `num_slots` slots of host memory, one for a block each.
+    """Owner of the slots of host memory.
 
-    block_bytes: bytes of a block.
-    take_loaded: returns the loads that have ended since the last call.
+    take_ended: returns the loads that have ended since the last call.
     events: receiver of the changes; None for none.
-    max_saves: maximum number of saves in a step; None for no limit.
 
-    num_saved, num_loaded, num_corrupt: blocks that were saved, that came back, and whose checksums differed, since the
+    num_saved, num_loaded: slots that were copied to host memory and from it, since the start.
+    num_corrupt: blocks and states whose checksums differed, since the start.
+    num_dropped: evicted blocks and states that were not saved, for want of slots or because of `max_saves`, since the
         start.
-    num_dropped: evicted blocks that were not saved, for want of a slot or because of `max_saves`, since the start.
     queries, hits: prompt tokens that the device's cache lacked at the first admission, and those of them that were
         loaded.
     """
 
     def __init__(
-        self, num_slots: int, block_bytes: int, take_loaded: Callable[[], Iterable[LoadedBlocks]],
-        events: HostEvents | None = None, max_saves: int | None = None,
+        self, host: HostSlots, take_ended: Callable[[], Iterable[EndedLoad]], events: HostEvents | None = None
     ) -> None:
-        self.num_slots = num_slots
-        self.block_bytes = block_bytes
+        self.num_slots = host.count
+        self.block_bytes = host.block_bytes
         self.num_saved = 0
         self.num_loaded = 0
         self.num_corrupt = 0
         self.num_dropped = 0
         self.queries = 0
         self.hits = 0
-        self._take_loaded = take_loaded
+        self._take_ended = take_ended
         self._events = events
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # by digest, the least recently used first
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._state_parts = host.state_parts
+        self._slots: OrderedDict[bytes, list[int]] = OrderedDict()  # by key, the least recently used first
+        self._free = list(range(self.num_slots - 1, -1, -1))
         self._reading: Counter[int] = Counter()  # slots that loads read, which no save may overwrite
-        self._max_saves = num_slots if max_saves is None else max_saves
+        self._max_saves = self.num_slots if host.max_saves is None else host.max_saves
+        self._num_early = min(host.num_early, self.num_slots // 2)
+        self._max_early_saves = host.max_early_saves
+        self._early_version = -1  # version of the block manager's index for which all early saves are done
         self._loads: dict[int, _Load] = {}  # in progress, the oldest first
-        self._load_of: dict[bytes, int] = {}  # digest -> the load in progress that contains its block
+        self._load_of: dict[bytes, int] = {}  # key -> the load in progress that contains it
         self._ids = itertools.count()
-        self._ended: list[LoadedBlocks] = []  # loads that have ended, for the next `finish`
-        self._new_saves: dict[bytes, BlockCopy] = {}  # by digest, the saves that no step carries yet
-        self._new_loads: list[BlockLoad] = []
+        self._ended: list[EndedLoad] = []  # loads that have ended, for the next `end_loads`
+        self._new_saves: dict[bytes, list[HostCopy]] = {}  # by key, the saves that no step carries yet
+        self._num_new = 0  # number of their slots
+        self._new_loads: list[HostLoad] = []
 
     @property
     def num_used(self) -> int:
-        """Number of slots that hold blocks."""
+        """Number of slots that hold blocks and states."""
         return self.num_slots - len(self._free)
 
     @property
-    def is_loading(self) -> bool:
+    def has_loads(self) -> bool:
         """True until all loads have ended."""
         return bool(self._loads)
+
+    @property
+    def has_new_loads(self) -> bool:
+        """True if a load has begun that no step carries yet."""
+        return bool(self._new_loads)
 
     @property
     def tables(self) -> Iterator[BlockTable]:
         """Block tables of the loads."""
         return (load.table for load in self._loads.values())
 
+    @property
+    def num_blocks_of_loads(self) -> int:
+        """Number of blocks that loads in progress use."""
+        return sum(len(load.table.block_ids) for load in self._loads.values())
+
     def save(self, digest: bytes, block: int) -> None:
         """Keep a block that is evicted. The next step copies it first, unless host memory has it already."""
-        if digest in self._slots:
-            self._slots.move_to_end(digest)
-            return
-        if not self._free:
-            victim = next((digest for digest, slot in self._slots.items() if not self._reading[slot]), None)
-            if victim is None:
-                self.num_dropped += 1
-                return
-            self.forget(victim)
-        if len(self._new_saves) >= self._max_saves:
-            first = next((digest for digest, copy in self._new_saves.items() if not self._reading[copy.slot]), None)
-            if first is None:
-                self.num_dropped += 1
-                return
-            self.forget(first)
-        slot = self._slots[digest] = self._free.pop()
-        self._new_saves[digest] = BlockCopy(block, slot)
+        if not self._keep(digest, block):
+            self.num_dropped += 1
+
+    def save_state(self, digest: bytes, slot: int) -> None:
+        """Keep the fixed state in a slot of the device, which is evicted, as `save` keeps a block."""
+        if not self._keep(state_key(digest), slot, self._state_parts):
+            self.num_dropped += 1
+
+    def _keep(self, key: bytes, index: int, num_parts: int = 0) -> bool:
+        """Plan a save unless host memory has the block or state. Return False if slots are lacking.
+
+        index: of the block, or of the state's slot on the device.
+        num_parts: number of parts of the state; 0 for a block.
+        """
+        if key in self._slots:
+            self._slots.move_to_end(key)
+            return True
+        count = num_parts or 1
+        if count > min(self._max_saves, self.num_slots - len(self._reading)):
+            return False
+        while self._num_new + count > self._max_saves:
+            if not self._forget_oldest(self._new_saves):
+                return False
+        while len(self._free) < count:
+            self._forget_oldest(self._slots)
+        slots = self._slots[key] = [self._free.pop() for _ in range(count)]
+        self._new_saves[key] = [HostCopy(index, slot, part if num_parts else -1) for part, slot in enumerate(slots)]
+        self._num_new += count
         if self._events is not None:
-            self._events.saved(digest)
+            self._events.saved(key)
+        return True
+
+    def _forget_oldest(self, keys: Iterable[bytes]) -> bool:
+        """Forget the first of these blocks and states that no load reads. Return False if there is none."""
+        key = next((key for key in keys if not self._reading[self._slots[key][0]]), None)
+        if key is None:
+            return False
+        self.forget(key)
+        return True
+
+    def _save_early(self, blocks: BlockManager) -> None:
+        """Save some of the blocks that will be evicted next."""
+        num_next = self._num_early - blocks.counts.free
+        if num_next <= 0 or self._early_version == blocks.index_version:
+            return
+        left = min(self._max_early_saves, self._max_saves - self._num_new)
+        for digest, block in itertools.islice(blocks.next_evicted(), num_next):
+            if digest in self._slots:
+                continue
+            if not left or not self._keep(digest, block):
+                return
+            left -= 1
+        self._early_version = blocks.index_version
+
+    def has(self, digest: bytes) -> bool:
+        """Return whether host memory has a block."""
+        return digest in self._slots
+
+    def has_state(self, digest: bytes) -> bool:
+        """Return whether host memory has the fixed state after a block."""
+        return state_key(digest) in self._slots
 
     def find(self, digests: Iterable[bytes]) -> list[bytes]:
         """Return the leading digests whose blocks are in host memory."""
         return list(itertools.takewhile(self._slots.__contains__, digests))
 
-    @property
-    def num_loading(self) -> int:
-        """Number of blocks that loads in progress use."""
-        return sum(len(load.table.block_ids) for load in self._loads.values())
-
-    def load_of(self, digest: bytes) -> int | None:
-        """Return the load in progress that contains a block; None if none does."""
-        return self._load_of.get(digest)
+    def load_of(self, keys: Iterable[bytes]) -> int | None:
+        """Return the load in progress that contains the first of these blocks and states that any contains."""
+        return next((self._load_of[key] for key in keys if key in self._load_of), None)
 
     @property
     def oldest_load(self) -> int | None:
         """The load in progress that began first; None if there is none."""
         return next(iter(self._loads), None)
 
-    def load(
-        self, blocks: BlockManager, table: BlockTable, token_ids: Sequence[int],
-        prefix: Sequence[int], digests: Sequence[bytes], spare: int
+    def begin_load(
+        self, blocks: BlockManager, table: BlockTable, token_ids: Sequence[int], prefix: Sequence[int],
+        digests: Sequence[bytes], spare: int, states: StateSlots | None = None, state: bytes = b"",
     ) -> int | None:
-        """Begin to load blocks behind a cached prefix. Return the load's id.
+        """Begin to load blocks behind a cached prefix, and the fixed state after them. Return the load's id.
 
-        Returns None, and changes nothing, if blocks are lacking.
+        Returns None if blocks or a slot of the device are lacking.
 
         table: without blocks, of the request's salt and scope. The load owns it.
         token_ids: tokens of the prefix and of the blocks.
         prefix: from `find_prefix`.
         digests: from `find`. No load contains them.
         spare: minimum number of cached and free blocks to leave.
+        states: slots of the device; needed for a state only.
+        state: digest of the last block if its state is loaded, which host memory has; b"" for none.
         """
-        slots = [self._slots[digest] for digest in digests]
-        self._reading.update(slots)  # blocks that are evicted for these take no slot of them
-        if not blocks.allocate(table, len(token_ids), prefix, spare):
-            self._release(digests, slots)
+        keys = [*digests, state_key(state)] if state else digests
+        slots = {key: self._slots[key] for key in keys}
+        self._reading.update(itertools.chain.from_iterable(slots.values()))  # evictions for this load do not take them
+        loaded: _LoadedState | None = None
+        if state and states is not None and (slot := states.begin_load()) is not None:
+            loaded = _LoadedState(state, slot)
+        if (state and loaded is None) or not blocks.allocate(table, len(token_ids), prefix, spare):
+            if loaded is not None and states is not None:
+                states.cancel_load(loaded.slot)
+            self._release(slots)
             return None
-        for digest in reversed(digests):  # a block is forgotten after its children
-            self._slots.move_to_end(digest)
+        for key in reversed(keys):  # a block is forgotten after its children, and they after the state
+            self._slots.move_to_end(key)
         load_id = next(self._ids)
-        self._loads[load_id] = _Load(table, token_ids, len(prefix), list(digests), slots)
-        self._load_of.update(dict.fromkeys(digests, load_id))
-        self._new_loads.append(BlockLoad(load_id, list(map(BlockCopy, table.block_ids[len(prefix):], slots))))
+        self._loads[load_id] = _Load(table, token_ids, len(prefix), loaded, slots)
+        self._load_of.update(dict.fromkeys(keys, load_id))
+        copies = [HostCopy(block, slots[key][0])
+                  for block, key in zip(table.block_ids[len(prefix):], digests, strict=True)]
+        if loaded is not None:
+            copies += [HostCopy(loaded.slot, slot, part) for part, slot in enumerate(slots[state_key(state)])]
+        self._new_loads.append(HostLoad(load_id, copies))
         return load_id
 
-    def take_copies(self) -> tuple[list[BlockCopy], list[BlockLoad]]:
+    def take_copies(self, blocks: BlockManager) -> tuple[list[HostCopy], list[HostLoad]]:
         """Return the saves and loads that the next step carries."""
-        copies = list(self._new_saves.values()), self._new_loads
-        self.num_saved += len(self._new_saves)
+        self._save_early(blocks)
+        saves = list(itertools.chain.from_iterable(self._new_saves.values()))
+        loads = self._new_loads
+        self.num_saved += len(saves)
         self._new_saves = {}
+        self._num_new = 0
         self._new_loads = []
-        return copies
-
-    @property
-    def has_new_loads(self) -> bool:
-        return bool(self._new_loads)
+        return saves, loads
 
     def poll(self) -> None:
-        """Let the runner queue further parts of loads. Call it often while a long step runs."""
-        self._ended += self._take_loaded()
+        """Let the runner queue further copies of loads. Call it often while a long step runs."""
+        self._ended += self._take_ended()
 
-    def finish(self, blocks: BlockManager) -> set[int]:
-        """Enter the blocks of the loads that have ended into the prefix cache. Return the ids of these loads."""
-        ended: set[int] = set()
+    def end_loads(self, blocks: BlockManager, states: StateSlots | None = None) -> set[int]:
+        """Enter what the loads that have ended brought into the prefix cache. Return the ids of these loads."""
         self.poll()
-        ended_loads = self._ended
+        ended = {load.id: load.num_intact for load in self._ended}
         self._ended = []
-        for load_id, num_intact in ended_loads:
+        for load_id, num_intact in ended.items():
             load = self._loads.pop(load_id)
-            ended.add(load_id)
-            for digest in load.digests:
-                del self._load_of[digest]
-            pairs = list(zip(load.digests, load.slots, strict=True))
-            # Blocks that were forgotten meanwhile, as by a flush, do not return to the prefix cache.
-            kept = sum(1 for _ in itertools.takewhile(
-                lambda pair: self._slots.get(pair[0]) == pair[1], pairs[:num_intact]))
-            if num_intact < len(pairs) and self._slots.get(load.digests[num_intact]) == load.slots[num_intact]:
-                self.num_corrupt += 1
-                self.forget(load.digests[num_intact])
-            self._release(load.digests, load.slots)
-            blocks.register(load.table, load.token_ids, (load.num_prefix + kept) * blocks.block_size)
+            num_kept = self._count_kept(load, num_intact)
+            num_blocks = len(load.slots) - (load.state is not None)
+            blocks.register(
+                load.table, load.token_ids, (load.num_prefix + min(num_kept, num_blocks)) * blocks.block_size)
+            if load.state is not None and states is not None:
+                if num_kept == len(load.slots):
+                    count = len(load.token_ids) // blocks.block_size
+                    states.end_load(load.state.slot, blocks.digests(load.table, load.token_ids, count),
+                                    len(load.token_ids))
+                else:
+                    states.cancel_load(load.state.slot)
+            for key in load.slots:
+                del self._load_of[key]
+            self._release(load.slots)
             blocks.free(load.table)
             self.num_loaded += num_intact
-        return ended
+        return set(ended)
 
-    def forget(self, digest: bytes) -> None:
-        """Forget a block, and its save if no step carries it yet. Nothing if it is not in host memory."""
-        slot = self._slots.pop(digest, None)
-        if slot is None:
+    def _count_kept(self, load: _Load, num_intact: int) -> int:
+        """Return the number of the first blocks and states of a load that enter the prefix cache.
+
+        What was forgotten meanwhile, as by a flush, does not. The first one whose checksum differs is forgotten.
+
+        num_intact: number of slots with the right checksum.
+        """
+        num_kept = 0
+        is_whole = True
+        for key, slots in load.slots.items():
+            is_known = self._slots.get(key) == slots
+            num_intact -= len(slots)
+            if num_intact < 0:
+                if is_known:
+                    self.num_corrupt += 1
+                    self.forget(key)
+                break
+            is_whole = is_whole and is_known
+            num_kept += is_whole
+        return num_kept
+
+    def forget(self, key: bytes) -> None:
+        """Forget a block or state, and its save if no step carries it yet. Nothing if it is not in host memory."""
+        slots = self._slots.pop(key, None)
+        if slots is None:
             return
-        if not self._reading[slot]:
-            self._free.append(slot)
-            if self._new_saves.pop(digest, None) is not None:
+        if not self._reading[slots[0]]:
+            self._free += slots
+            if self._new_saves.pop(key, None) is not None:
+                self._num_new -= len(slots)
                 self.num_dropped += 1
         if self._events is not None:
-            self._events.forgotten(digest)
+            self._events.forgotten(key)
 
     def clear(self) -> None:
-        """Forget all blocks, also those that are being loaded. Not between the plan of a load and `take_copies`."""
+        """Forget all blocks and states, also those that are being loaded. Not between the plan of a load and
+        `take_copies`."""
         self._new_saves.clear()
-        for digest in list(self._slots):
-            self.forget(digest)
+        self._num_new = 0
+        for key in list(self._slots):
+            self.forget(key)
 
-    def _release(self, digests: Sequence[bytes], slots: Sequence[int]) -> None:
-        """End the reading of slots. Those whose blocks were forgotten are free then."""
-        for digest, slot in zip(digests, slots, strict=True):
-            self._reading[slot] -= 1
-            if not self._reading[slot]:
-                del self._reading[slot]
-                if self._slots.get(digest) != slot:
-                    self._free.append(slot)
+    def _release(self, slots_by_key: dict[bytes, list[int]]) -> None:
+        """End the reading of slots. Those whose blocks and states were forgotten are free then."""
+        for key, slots in slots_by_key.items():
+            for slot in slots:
+                self._reading[slot] -= 1
+                if not self._reading[slot]:
+                    del self._reading[slot]
+                    if self._slots.get(key) != slots:
+                        self._free.append(slot)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless each slot is free, or has one block, or is read for one that was forgotten."""
-        held = set(self._slots.values()) | set(self._reading)
-        if len(set(self._slots.values())) < len(self._slots) or sorted([*self._free, *held]) != list(
-                range(self.num_slots)):
+        """Raise IntegrityError unless each slot is free, or has one block or part of a state, or is read for one that
+        was forgotten."""
+        kept = list(itertools.chain.from_iterable(self._slots.values()))
+        held = set(kept) | set(self._reading)
+        if len(set(kept)) < len(kept) or sorted([*self._free, *held]) != list(range(self.num_slots)):
             raise IntegrityError(f"slots {sorted(self._free)} of host memory are free, and {sorted(held)} are held")
-        read = Counter(slot for load in self._loads.values() for slot in load.slots)
+        read = Counter(slot for load in self._loads.values() for slots in load.slots.values() for slot in slots)
         if read != self._reading:
             raise IntegrityError(f"loads read the slots {sorted(read.elements())} of host memory, but "
                                  f"{sorted(self._reading.elements())} are marked")

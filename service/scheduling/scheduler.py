@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from npuserve.npu.step import BlockCopy, BlockLoad, Step, StepResult
+from npuserve.npu.step import Step, StepResult
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.admission import Admission, Load
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
@@ -43,6 +43,7 @@ from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
+from npuserve.service.scheduling.load_waits import LoadWaits
 from npuserve.service.scheduling.preemption import Preemption
 from npuserve.service.scheduling.prompt_bound import PromptBound
 from npuserve.service.scheduling.quarantine import Quarantine
@@ -86,7 +87,7 @@ class Scheduler:
     slots: slots of fixed state; None for a model without.
     message_end_ids: tokens that end messages of a chat; see checkpoints.py.
     drafting: drafts of the requests; None for none.
-    tier: blocks in host memory that `blocks` has evicted; None for none.
+    tier: evicted blocks and states in host memory; None for none.
 
     All times are seconds of the clock of Request.arrival.
 
@@ -126,7 +127,6 @@ class Scheduler:
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
         self._samples = SampleGroups(self._queue, blocks)  # FOLLOWING
         self._compiling: dict[int, Sequence] = {}  # COMPILING
-        self._loading: dict[int, Sequence] = {}  # LOADING
         self._running: list[Sequence] = []  # RUNNING, the oldest first
         self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
         self._ended: list[int] = []  # not yet reported to the runner
@@ -137,6 +137,7 @@ class Scheduler:
         self._admission = Admission(self._estimator, blocks, self._max_num_seqs, max_queue, max_model_len)
         self._preemption = Preemption(self._running, self._paused, blocks, self._max_num_seqs)
         self.deadlines = Deadlines(self._estimator)
+        self.loads = LoadWaits(self.memory, self._queue, self.deadlines)  # LOADING
 
     @property
     def num_running(self) -> int:
@@ -145,8 +146,9 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests in the queue, also preempted ones, and of requests that wait for a prompt, a grammar or
-        blocks from host memory."""
-        return len(self._queue) + len(self._samples) + len(self._compiling) + len(self._loading)
+        a
+        prefix from host memory."""
+        return len(self._queue) + len(self._samples) + len(self._compiling) + len(self.loads)
 
     @property
     def num_paused(self) -> int:
@@ -155,17 +157,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True if there is anything to compute: a request has not ended and is not paused."""
-        return bool(self._running or self._queue or self._loading)
-
-    @property
-    def is_loading(self) -> bool:
-        """True until all loads from host memory have ended, and a plan has taken them in."""
-        return self.tier is not None and self.tier.is_loading
-
-    def poll_loads(self) -> None:
-        """Let loads from host memory advance. The next plan takes in their ends."""
-        if self.tier is not None and self.tier.is_loading:
-            self.tier.poll()
+        return bool(self._running or self._queue or self.loads)
 
     @property
     def expected_seconds(self) -> float:
@@ -263,8 +255,7 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Plan a step. One without rows and loads need not be launched. Read block_ids in the launch only: the lists
         may grow."""
-        if self.tier is not None:
-            self._finish_loading(self.tier)
+        self.loads.end()
         if self.waits_for_tokens:
             return Plan(Step([]), [], [])
         self._run_unpaused(now)
@@ -287,7 +278,7 @@ class Scheduler:
             plan.bound_prompts(self._prompt_bound.plan())
         self._plan_chunks(plan, running, now)
         self._admit_waiting(plan, now)
-        saves, loads = self._take_copies(has_rows=bool(plan.rows))
+        saves, loads = self.loads.take_copies(has_rows=bool(plan.rows))
         if not plan.rows:
             return Plan(Step([], saves=saves, loads=loads), plan.dropped, [])
         prompts = self._max_num_batched_tokens - plan.budget - decodes - num_more
@@ -297,33 +288,9 @@ class Scheduler:
         self.drafting.planned(step)
         return Plan(step, plan.dropped, plan.constrained)
 
-    def _finish_loading(self, tier: HostTier) -> None:
-        """Return the requests whose loads have ended to their places in the queue."""
-        ended = tier.finish(self.blocks)
-        if not ended:
-            return
-        for sequence in [s for s in self._loading.values() if s.load_id in ended]:
-            del self._loading[sequence.id]
-            sequence.loaded(self.memory.num_cached_tokens(sequence))
-            self.deadlines.set(sequence)
-            self._queue.push_loaded(sequence)
-
-    def _take_copies(self, *, has_rows: bool) -> tuple[list[BlockCopy], list[BlockLoad]]:
-        """Return the saves and loads of a step. Saves wait for the next rows or loads, which may write their blocks."""
-        if self.tier is None or not (has_rows or self.tier.has_new_loads):
-            return [], []
-        return self.tier.take_copies()
-
-    def _start_loading(self, sequence: Sequence) -> bool:
-        """Let a request from the queue wait for its blocks from host memory. Return False if there are none to load."""
-        wait = None if self.quarantine else self.memory.load(sequence, spare=len(self._running))
-        if wait is None:
-            return False
-        self._queue.begin_load(sequence)
-        sequence.load(*wait)
-        self._loading[sequence.id] = sequence
-        self.deadlines.set(sequence)
-        return True
+    def _begin_load(self, sequence: Sequence) -> bool:
+        """Let a request from the queue wait for its prefix from host memory. Return False if there is none to load."""
+        return not self.quarantine and self.loads.begin(sequence, spare=len(self._running))
 
     def apply(self, step: Step, result: StepResult, now: float) -> list[Progress]:
         """Take in the result of the oldest step. Return the progress of each request that got a token or reports."""
@@ -447,9 +414,9 @@ class Scheduler:
             yield f"{len(self._running)} sequences run, at most {self._max_num_seqs} may"
         if self.num_waiting + self.num_running + self.num_paused != len(self._sequences):
             yield (f"{len(self._sequences)} sequences, but {len(self._queue)} are waiting, {len(self._samples)} are "
-                   f"followers, {len(self._compiling)} are compiling, {len(self._loading)} are loading, "
+                   f"followers, {len(self._compiling)} are compiling, {len(self.loads)} are loading, "
                    f"{len(self._running)} are running, {len(self._paused)} are paused")
-        if not self._sequences and self.blocks.counts.used and not self.is_loading:
+        if not self._sequences and self.blocks.counts.used and not self.loads.has_loads:
             yield f"{self.blocks.counts.used} blocks are used, but no sequence is left"
 
     def _faults(self) -> Iterator[str]:
@@ -457,7 +424,7 @@ class Scheduler:
         if any(a.age_key >= b.age_key for a, b in itertools.pairwise(self._running)):
             yield f"the running sequences are not in order of age: {[s.age_key for s in self._running]}"
         count = Counter(sequence.account for sequence in self._running)
-        loading = Counter(sequence.account for sequence in self._loading.values())
+        loading = Counter(sequence.account for sequence in self.loads)
         for account in {sequence.account for sequence in self._sequences.values()}:
             if account.loading != loading[account]:
                 yield f"a client has {account.loading} loading, but {loading[account]} are among the loading"
@@ -467,7 +434,7 @@ class Scheduler:
             "waiting": self._queue,
             "followers": self._samples,
             "compiling": self._compiling.values(),
-            "loading": self._loading.values(),
+            "loading": self.loads,
             "running": self._running,
             "paused": self._paused.values(),
         }
@@ -553,7 +520,7 @@ class Scheduler:
         returning = self._queue.returning
         head = newcomer or self._queue.next()
         leaving = self._preemption.yielding(head, returning) if head is not None else []
-        if leaving and head is not None and self._start_loading(head):
+        if leaving and head is not None and self._begin_load(head):
             return []
         if any(sequence.num_steps_in_flight for sequence in leaving):
             return leaving
@@ -645,7 +612,7 @@ class Scheduler:
         may_run = self.quarantine.may_run if self.quarantine else None
         if may_run and not all(may_run(sequence.id) for sequence in self._running):
             return  # others have steps in flight
-        while plan.budget and self._queue and len(self._running) + len(self._loading) < self._max_num_seqs:
+        while plan.budget and self._queue and len(self._running) + len(self.loads) < self._max_num_seqs:
             urgent = None if may_run else self._successor or self._queue.returning
             sequence = urgent or self._queue.next(may_run)
             if sequence is None:
@@ -659,7 +626,7 @@ class Scheduler:
             if self._estimator.last_moment(sequence, self._max_num_batched_tokens - plan.budget) < now:
                 plan.dropped.append(self._drop_late(sequence))
                 continue
-            if self._start_loading(sequence):
+            if self._begin_load(sequence):
                 continue
             is_new = not sequence.was_admitted
             if not self._admit(sequence, now):
@@ -715,8 +682,7 @@ class Scheduler:
         elif sequence.state is State.COMPILING:
             del self._compiling[sequence.id]
         elif sequence.state is State.LOADING:
-            del self._loading[sequence.id]
-            self._queue.end_load(sequence)
+            self.loads.remove(sequence)
         elif sequence.state is State.RUNNING:
             del self._running[bisect_left(self._running, sequence.age_key, key=_age_key)]
             sequence.account.running -= 1

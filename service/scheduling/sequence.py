@@ -28,7 +28,7 @@ class State(Enum):
         PAUSED ──preempt──► PAUSED_WITHOUT_BLOCKS ──unpause──► PREEMPTED, or WAITING if never admitted
         UNPAUSED ──preempt──► PREEMPTED
         UNPAUSED ──pause──► PAUSED
-        WAITING, PREEMPTED ──load──► LOADING ──loaded──► WAITING, or PREEMPTED
+        WAITING, PREEMPTED ──wait_for_load──► LOADING ──end_load_wait──► WAITING, or PREEMPTED
         WAITING, PREEMPTED, LOADING ──pause──► PAUSED_WITHOUT_BLOCKS
         WAITING ──follow──► FOLLOWING ──enter_queue──► WAITING
         COMPILING ──constrain──► WAITING, or FOLLOWING
@@ -328,15 +328,15 @@ class Sequence:
         if not is_computed:
             self.num_shared_tokens = 0
 
-    def load(self, load_id: int, num_cached_tokens: int, num_found_tokens: int) -> None:
-        """Wait for blocks from host memory; the arguments are those of LoadWait."""
+    def wait_for_load(self, load_id: int, num_cached_tokens: int, num_found_tokens: int) -> None:
+        """Wait for a prefix from host memory; the arguments are those of LoadWait."""
         self.state = State.LOADING
         self.load_id = load_id
         self.num_cached_tokens = num_cached_tokens
         self.num_found_tokens = num_found_tokens
 
-    def loaded(self, num_cached_tokens: int) -> None:
-        """End the wait for blocks from host memory. num_cached_tokens: tokens of the prefix that is cached now."""
+    def end_load_wait(self, num_cached_tokens: int) -> None:
+        """End the wait for a prefix from host memory. num_cached_tokens: tokens of the prefix that is cached now."""
         self.state = State.PREEMPTED if self.was_admitted else State.WAITING
         self.load_id = None
         self.num_found_tokens = num_cached_tokens

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Set
 from typing import NamedTuple
 
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import checkpoint_positions
-from npuserve.service.scheduling.host_tier import HostTier
+from npuserve.service.scheduling.host_tier import HostTier, state_key
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
 
@@ -34,12 +33,27 @@ class LoadWait(NamedTuple):
     num_found_tokens: int
 
 
+class _HostPrefix(NamedTuple):
+    """Prefix of a waiting request that ends in host memory.
+
+    num_usable: number of its first blocks that are cached, for a model with fixed state up to the last checkpoint.
+    prefix: cached blocks at its beginning.
+    digests: of the blocks behind them, which host memory has.
+    state: digest of the last block if host memory alone has the state after it; b"" otherwise.
+    """
+
+    num_usable: int
+    prefix: Sequence[int]
+    digests: Sequence[bytes]
+    state: bytes
+
+
 class SequenceMemory:
     """Blocks of the KV cache and slots of fixed state, which a sequence takes and frees together.
 
     slots: None for a model without fixed state.
     message_end_ids: tokens that end messages of a chat; see checkpoints.py.
-    tier: evicted blocks in host memory; None for none.
+    tier: evicted blocks and states in host memory; None for none.
     prefix_queries, prefix_hits: prompt tokens looked up and found in the prefix cache at the first admission.
     """
 
@@ -65,56 +79,78 @@ class SequenceMemory:
         if not self.blocks.allocate(sequence.blocks, sequence.num_tokens, prefix, spare=spare):
             return None
         if self.slots is not None and not self.slots.allocate(
-                sequence.slots, checkpoint, has_spare=sequence.request.constraint is not None,
+                sequence.slots, checkpoint, has_spare=_has_spare(sequence),
                 is_shared=self.blocks.is_shared(sequence.blocks)):
             self.blocks.free(sequence.blocks)
             return None
         return len(prefix) * self.blocks.block_size
 
-    def load(self, sequence: Sequence, spare: int) -> LoadWait | None:
-        """Begin to load the blocks behind a waiting request's cached prefix that host memory has.
+    def join_load(self, sequence: Sequence, spare: int) -> LoadWait | None:
+        """Begin the load of what a waiting request's cached prefix lacks and host memory has, or join one.
 
-        If another load contains the first of them, or loads use too many blocks, the request waits for that load or for
-        the oldest one instead, and may begin its own afterwards.
+        If another load contains a part of it, or loads use too many blocks, the request waits for that load or for the
+        oldest one instead, and may begin its own afterwards.
 
         spare: blocks that must remain free.
 
-        Returns None, and changes nothing, if host memory has no such blocks, if blocks are lacking for the request's
-        tokens, or if the request has begun MAX_LOADS before.
+        Returns None, and changes nothing, if host memory does not continue the prefix, if blocks or slots are lacking
+        for the request, or if the request has begun MAX_LOADS before.
         """
         tier = self.tier
-        if tier is None or not sequence.uses_prefix_cache:
+        if tier is None or not sequence.uses_prefix_cache or (found := self._find_in_host(tier, sequence)) is None:
             return None
         blocks = self.blocks
-        prefix = blocks.find_prefix(sequence.blocks, sequence.token_ids)
-        max_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
-        digests = tier.find(blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)[len(prefix) :])
-        if not digests:
-            return None
-        num_cached_tokens = len(prefix) * blocks.block_size
-        num_found_tokens = num_cached_tokens + len(digests) * blocks.block_size
-        load_id = tier.load_of(digests[0])
+        num_blocks = len(found.prefix) + len(found.digests)
+        load_id = tier.load_of([*found.digests, state_key(found.state)] if found.state else found.digests)
         if load_id is None:
             if sequence.num_loads == MAX_LOADS:
                 return None
-            if blocks.shortage(sequence.blocks, sequence.num_tokens, prefix, spare) > 0:
+            if blocks.shortage(sequence.blocks, sequence.num_tokens, found.prefix, spare) > 0:
                 return None
-            digests = list(itertools.takewhile(lambda digest: tier.load_of(digest) is None, digests))
-            num_blocks = len(prefix) + len(digests)
-            if tier.num_loading + num_blocks > blocks.num_blocks // MAX_LOADING_SHARE:
+            if found.state and self.slots is not None and self.slots.num_available < 2 + _has_spare(sequence):
+                return None
+            if tier.num_blocks_of_loads + num_blocks > blocks.num_blocks // MAX_LOADING_SHARE:
                 load_id = tier.oldest_load
         if load_id is None:
             table = BlockTable(sequence.request.cache_salt, sequence.blocks.scope)
             token_ids = sequence.token_ids[: num_blocks * blocks.block_size]
-            load_id = tier.load(blocks, table, token_ids, prefix, digests, spare)
+            load_id = tier.begin_load(
+                blocks, table, token_ids, found.prefix, found.digests, spare, self.slots, found.state)
             if load_id is None:
                 return None
             sequence.num_loads += 1
-        return LoadWait(load_id, num_cached_tokens, num_found_tokens)
+        return LoadWait(load_id, found.num_usable * blocks.block_size, num_blocks * blocks.block_size)
+
+    def _find_in_host(self, tier: HostTier, sequence: Sequence) -> _HostPrefix | None:
+        """Return the longest prefix of a request that continues in host memory behind what is cached; None if none
+        does."""
+        blocks = self.blocks
+        prefix = blocks.find_prefix(sequence.blocks, sequence.token_ids)
+        max_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
+        all_digests = blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)
+        digests = tier.find(all_digests[len(prefix) :])
+        if self.slots is None:
+            return _HostPrefix(len(prefix), prefix, digests, b"") if digests else None
+        has_spare = _has_spare(sequence)
+        if not self.slots.can_continue(has_spare=has_spare):
+            return None
+        num_usable, _ = self.slots.find(all_digests[: len(prefix)], has_spare=has_spare)
+        for count in range(len(prefix) + len(digests), num_usable, -1):
+            digest = all_digests[count - 1]
+            is_cached = self.slots.has(digest)
+            if is_cached or tier.has_state(digest):
+                return _HostPrefix(
+                    num_usable, prefix[:count], all_digests[len(prefix) : count], b"" if is_cached else digest)
+        return None
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
-        """Return the number of tokens of a waiting request's cached prefix."""
-        return len(self.blocks.find_prefix(sequence.blocks, sequence.token_ids)) * self.blocks.block_size
+        """Return the number of tokens of a waiting request's cached prefix that it can use."""
+        prefix = self.blocks.find_prefix(sequence.blocks, sequence.token_ids)
+        count = len(prefix)
+        if self.slots is not None:
+            digests = self.blocks.digests(sequence.blocks, sequence.token_ids, count)
+            count, _ = self.slots.find(digests, has_spare=_has_spare(sequence))
+        return count * self.blocks.block_size
 
     def _find_prefix(self, sequence: Sequence) -> tuple[list[int], bytes]:
         """Return the blocks of the longest cached prefix, and the digest of the checkpoint at its end.
@@ -127,7 +163,7 @@ class SequenceMemory:
         if self.slots is None:
             return prefix, b""
         digests = self.blocks.digests(sequence.blocks, sequence.token_ids, len(prefix))
-        count, checkpoint = self.slots.longest(digests, has_spare=sequence.request.constraint is not None)
+        count, checkpoint = self.slots.longest(digests, has_spare=_has_spare(sequence))
         return prefix[:count], checkpoint
 
     def grow(self, sequence: Sequence, num_tokens: int, spare: int = 0) -> bool:
@@ -212,3 +248,8 @@ class SequenceMemory:
         if self.slots is not None:
             self.slots.clear()
         return self.blocks.flush_prefix_cache()
+
+
+def _has_spare(sequence: Sequence) -> bool:
+    """Return whether a request needs a slot for retractable rows."""
+    return sequence.request.constraint is not None

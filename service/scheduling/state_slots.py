@@ -20,6 +20,10 @@ slots run out, a checkpoint without its block is evicted first, then the one of 
 last use plus its worth, where the clock is the priority of the last victim (GreedyDual, Young 1994). A checkpoint that
 was taken on suspicion is worth nothing until its first use.
 
+An evicted checkpoint goes to host memory, if there is any for it (host_tier.py). One on suspicion does not, nor does
+one that a later state of the same answer replaces. A load that brings a state back holds a slot, whose state is a
+checkpoint when the load has ended.
+
 Steps run in the order of their plans, so a slot may be given away at once, as a block may (step_plan.py).
 """
 
@@ -154,6 +158,7 @@ class StateSlots:
         self._blocks = blocks
         self._free = list(range(num_slots - 1, -1, -1))
         self._checkpoints: dict[bytes, _Checkpoint] = {}
+        self._loading: set[int] = set()  # slots of loads in progress
         self._clock = 0
         self._tables: dict[int, SlotTable] = {}  # tables with slots, by id()
 
@@ -168,7 +173,7 @@ class StateSlots:
 
     @property
     def num_used(self) -> int:
-        """Number of slots of requests."""
+        """Number of slots of requests and loads."""
         return self.num_slots - len(self._free) - len(self._checkpoints)
 
     def allocate(self, table: SlotTable, checkpoint: bytes, *, has_spare: bool, is_shared: bool = True) -> bool:
@@ -206,6 +211,8 @@ class StateSlots:
             return False
         for victim in victims:
             self._clock = max(self._clock, self._priority(victim))
+            if self._blocks is not None and self._checkpoints[victim].is_expected:
+                self._blocks.save_state(victim, self._checkpoints[victim].slot)
             self._evict(victim)
         return True
 
@@ -267,22 +274,66 @@ class StateSlots:
             table.spare = NO_SLOT
             table.is_spare_lent = False
 
-    def longest(self, digests: Sequence[bytes], *, has_spare: bool = False) -> tuple[int, bytes]:
+    def find(self, digests: Sequence[bytes], *, has_spare: bool = False) -> tuple[int, bytes]:
         """Return the number of leading blocks up to the last one with a checkpoint, and its digest; (0, b"") if none.
 
         digests: of a prefix's blocks, in order.
-        has_spare: see `allocate`. Two slots and that of the checkpoint must exist, or the request would wait for ever.
+        has_spare: see `allocate`.
         """
-        if self.num_slots < 2 + has_spare:
+        if not self.can_continue(has_spare=has_spare):
             return 0, b""
         for count in range(len(digests), 0, -1):
             digest = digests[count - 1]
-            if (checkpoint := self._checkpoints.pop(digest, None)) is not None:
-                self._checkpoints[digest] = checkpoint  # the last: of equal priorities the least recently used is first
-                checkpoint.used = self._clock
-                checkpoint.is_expected = True
+            if digest in self._checkpoints:
                 return count, digest
         return 0, b""
+
+    def longest(self, digests: Sequence[bytes], *, has_spare: bool = False) -> tuple[int, bytes]:
+        """Return what `find` does, for a request that will continue the checkpoint."""
+        count, digest = self.find(digests, has_spare=has_spare)
+        if count:
+            checkpoint = self._checkpoints.pop(digest)
+            self._checkpoints[digest] = checkpoint  # the last: of equal priorities the least recently used is first
+            checkpoint.used = self._clock
+            checkpoint.is_expected = True
+        return count, digest
+
+    def can_continue(self, *, has_spare: bool) -> bool:
+        """Return whether a request can ever continue a checkpoint: it needs a slot beside that of the checkpoint, and
+        one more with a spare. Otherwise it would wait for ever."""
+        return self.num_slots >= 2 + has_spare
+
+    @property
+    def num_available(self) -> int:
+        """Number of slots that are free, or have checkpoints that can be evicted."""
+        return len(self._free) + len(self._evictable())
+
+    def begin_load(self) -> int | None:
+        """Return a slot for a state from host memory; None if all are in use."""
+        if not self._provide(1):
+            return None
+        slot = self._free.pop()
+        self._loading.add(slot)
+        return slot
+
+    def end_load(self, slot: int, digests: Sequence[bytes], position: int) -> None:
+        """Make the state that a load brought a checkpoint.
+
+        digests: of the blocks up to the state.
+        position: number of tokens that the state has seen.
+        """
+        self._loading.remove(slot)
+        digest = digests[-1]
+        if digest in self._checkpoints:
+            self._free.append(slot)
+            return
+        _, before = self.find(digests[:-1])
+        self._checkpoints[digest] = _Checkpoint(slot, position, before, self._clock, is_expected=True)
+
+    def cancel_load(self, slot: int) -> None:
+        """Take back the slot of a load that brought no state."""
+        self._loading.remove(slot)
+        self._free.append(slot)
 
     def take(self, table: SlotTable, position: int, *, is_expected: bool = True) -> None:
         """Keep the state that the row planned last leaves at `position`; the next row continues it in another slot.
@@ -326,8 +377,9 @@ class StateSlots:
             self._evict(digest)
 
     def check_integrity(self, holders: Iterable[SlotTable]) -> None:
-        """Raise IntegrityError unless each slot has exactly one holder: a table, a checkpoint, or the free list."""
+        """Raise IntegrityError unless each slot has exactly one holder: a table, a checkpoint, a load, or the free
+        list."""
         checkpoints = (checkpoint.slot for checkpoint in self._checkpoints.values())
-        slots = [*self._free, *checkpoints, *(slot for table in holders for slot in table.owned)]
+        slots = [*self._free, *self._loading, *checkpoints, *(slot for table in holders for slot in table.owned)]
         if sorted(slots) != list(range(self.num_slots)):
             raise IntegrityError(f"slots {sorted(slots)} have a holder, but there are {self.num_slots}")

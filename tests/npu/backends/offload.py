@@ -1,4 +1,4 @@
-"""Checks of blocks in host memory on a device, whose streams run copies as late as they may."""
+"""Checks of blocks and fixed states in host memory on a device, whose streams run copies as late as they may."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from npuserve.npu.execution.runner import Runner
-from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks, NewRequest, Row, SamplingParams, Step
+from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, NewRequest, Row, SamplingParams, Step
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.support.loop import Answer, Ask, serve
 
@@ -35,17 +35,20 @@ def tokens_of(answers: list[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def one_by_one(runner: Runner, pool: int, budget: int) -> tuple[list[Answer], Scheduler]:
-    return serve(runner, rounds(runner, 60), 2, pool, 1, budget)
+def one_by_one(runner: Runner, pool: int, budget: int, num_slots: int | None = None) -> tuple[list[Answer], Scheduler]:
+    return serve(runner, rounds(runner, 60), 2, pool, 1, budget, num_slots=num_slots)
 
 
-def check_bits(load: Callable[[int], Runner], budget: int) -> None:
-    """Blocks that came back have the bits that a cache without evictions has: ids and log-probabilities are equal.
+def check_bits(load: Callable[[int], Runner], budget: int, num_slots: int | None = None) -> Scheduler:
+    """What came back has the bits that a cache without evictions has: ids and log-probabilities are equal.
 
     load: loads the model with as many bytes of host memory.
+    num_slots: few slots of fixed state; None for a model without. The model has enough for all prompts.
+
+    Returns the scheduler with host memory.
     """
     runner = load(1 << 20)
-    answers, scheduler = one_by_one(runner, POOL, budget)
+    answers, scheduler = one_by_one(runner, POOL, budget, num_slots)
     roomy = load(0)
     expected, without = one_by_one(roomy, 4 * PROMPTS, budget)
     assert [(answer.tokens, answer.logprobs) for answer in answers] == [
@@ -53,11 +56,12 @@ def check_bits(load: Callable[[int], Runner], budget: int) -> None:
     assert scheduler.tier is not None
     assert scheduler.tier.num_loaded >= 3 * (PROMPTS - 1)
     assert scheduler.memory.prefix_hits == without.memory.prefix_hits == PROMPTS * 3 * runner.block_size
-    _, evicting = one_by_one(roomy, POOL, budget)
+    _, evicting = one_by_one(roomy, POOL, budget, num_slots)
     assert evicting.memory.prefix_hits < scheduler.memory.prefix_hits / 4
+    return scheduler
 
 
-def check_pressure(runner: Runner, budget: int) -> None:
+def check_pressure(runner: Runner, budget: int, num_slots: int | None = None) -> None:
     """Requests that arrive together, samples of one call, cancels and preemptions: ids are those without the cache.
 
     The samples need a further block each while others run.
@@ -68,7 +72,7 @@ def check_pressure(runner: Runner, budget: int) -> None:
         "samples": 3, "max_tokens": min(2 * runner.block_size, 100)}
     asks += [Ask(12, None, call | {"index": index, "sampling": SamplingParams(seed=index)}) for index in range(3)]
     cancelled = [Ask(9 + index, 2 + index, asks[index].fields) for index in range(4)]
-    answers, scheduler = serve(runner, asks + cancelled, 2, POOL + 2, 3, budget)
+    answers, scheduler = serve(runner, asks + cancelled, 2, POOL + 2, 3, budget, num_slots=num_slots)
     alone = [Ask(ask.tick, None, ask.fields | {"bypass_prefix_cache": True}) for ask in asks]
     expected, _ = serve(runner, alone, 2, 4 * PROMPTS, 3, budget)
     assert tokens_of(answers[: len(asks)]) == tokens_of(expected)
@@ -77,24 +81,24 @@ def check_pressure(runner: Runner, budget: int) -> None:
     assert scheduler.preemptions > 0
 
 
-def check_corruption(runner: Runner, budget: int) -> None:
-    """A flipped bit in host memory is a miss, and counted."""
+def check_corruption(runner: Runner, budget: int, num_slots: int | None = None, part: int = 1) -> None:
+    """A flipped bit in host memory is a miss, and counted. part: number of the copy of each load that is corrupt."""
     host = runner.host_blocks
     assert host is not None
     asks = rounds(runner, 60)
-    answers, _ = serve(runner, asks, 2, POOL, 1, budget)
-    take_loaded = host.launch
+    answers, _ = serve(runner, asks, 2, POOL, 1, budget, num_slots=num_slots)
+    launch_copies = host.launch
 
     def launch(saves: Any, loads: Any) -> None:
-        take_loaded(saves, [])
+        launch_copies(saves, [])
         while host._saving or not all(future.done() for future in host._checksums.values()):
-            host.take_loaded()
+            host.take_ended_loads()
         for load in loads:
-            host._slots[load.copies[1].slot][7] ^= 4
-        take_loaded([], loads)
+            host._slots[load.copies[part].slot][7] ^= 4
+        launch_copies([], loads)
 
     host.launch = launch  # type: ignore[method-assign]
-    found, scheduler = serve(runner, asks, 2, POOL, 1, budget)
+    found, scheduler = serve(runner, asks, 2, POOL, 1, budget, num_slots=num_slots)
     del host.launch  # type: ignore[method-assign]
     assert tokens_of(found) == tokens_of(answers)
     assert scheduler.tier is not None
@@ -114,16 +118,16 @@ def check_load_after_step_in_flight(runner: Runner) -> None:
         return Step([row], [NewRequest(request, prompts[request], [], sampling)], **fields)
 
     runner.collect(runner.launch(step(0, 0)))
-    runner.launch(Step([], saves=[BlockCopy(0, 0)], loads=[BlockLoad(0, [BlockCopy(1, 0)])]))
-    while not host.take_loaded():  # the checksum is known then
+    runner.launch(Step([], saves=[HostCopy(0, 0)], loads=[HostLoad(0, [HostCopy(1, 0)])]))
+    while not host.take_ended_loads():  # the checksum is known then
         time.sleep(0.001)
     in_flight = runner.launch(step(1, 2))
-    runner.launch(Step([], loads=[BlockLoad(1, [BlockCopy(2, 0)])]))
-    loaded: list[LoadedBlocks] = []
+    runner.launch(Step([], loads=[HostLoad(1, [HostCopy(2, 0)])]))
+    loaded: list[EndedLoad] = []
     while not loaded:
-        loaded = host.take_loaded()
+        loaded = host.take_ended_loads()
         time.sleep(0.001)
-    assert loaded == [LoadedBlocks(1, 1)]
+    assert loaded == [EndedLoad(1, 1)]
     runner.collect(in_flight)
     runner.backend.synchronize()
     for tensor in runner._store.paged_tensors:

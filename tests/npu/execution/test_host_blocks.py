@@ -12,7 +12,7 @@ import torch
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.execution import host_blocks
 from npuserve.npu.execution.host_blocks import HostBlocks
-from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks
+from npuserve.npu.step import EndedLoad, HostCopy, HostLoad
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.host_tier import HostTier
 
@@ -33,7 +33,7 @@ class Done:
 class DirectCopies:
     """Backend and copies without queues.
 
-    first_loads: `is_first` of the calls of `load`.
+    first_loads: `is_first` of the calls of `to_device`.
     """
 
     def __init__(self) -> None:
@@ -48,14 +48,14 @@ class DirectCopies:
     def enqueue(self, work: Callable[[], Any]) -> Done:
         return Done(work())
 
-    def save(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Done:
+    def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Done:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
         return Done()
 
-    def load(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], is_first: bool) -> Done:
+    def to_device(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], is_first: bool) -> Done:
         self.first_loads.append(is_first)
-        return self.save(targets, sources)
+        return self.to_host(targets, sources)
 
 
 def host_of(num_slots: int) -> tuple[HostBlocks, list[torch.Tensor]]:
@@ -72,8 +72,8 @@ def test_host_memory_that_cannot_be_pinned_names_the_setting() -> None:
         HostBlocks(Full(), [torch.zeros(8, 8)], 1 << 20)  # type: ignore[arg-type]
 
 
-def wait_for_load(host: HostBlocks) -> LoadedBlocks:
-    while not (loaded := host.take_loaded()):
+def wait_for_load(host: HostBlocks) -> EndedLoad:
+    while not (loaded := host.take_ended_loads()):
         time.sleep(0.001)
     return loaded[0]
 
@@ -84,24 +84,24 @@ def test_load_in_parts_ends_before_the_corrupt_block(
     monkeypatch: pytest.MonkeyPatch, corrupt: int | None, num_intact: int, first_loads: list[bool]
 ) -> None:
     """Parts of two blocks: one check and one copy each. The first copy of a load alone waits for the steps."""
-    monkeypatch.setattr(host_blocks, "MAX_COPIES", 4)
+    monkeypatch.setattr(host_blocks, "MAX_LOAD_COPIES", 4)
     host, _ = host_of(6)
-    host.launch([BlockCopy(block, block) for block in range(6)], [])
-    host.take_loaded()
+    host.launch([HostCopy(block, block) for block in range(6)], [])
+    host.take_ended_loads()
     if corrupt is not None:
         host._checksums[corrupt].result()
         host._slots[corrupt][3] ^= 1
-    host.launch([], [BlockLoad(0, [BlockCopy(7 - slot % 2, slot) for slot in range(6)])])
+    host.launch([], [HostLoad(0, [HostCopy(7 - slot % 2, slot) for slot in range(6)])])
     assert len(host._loads[0].checks) == 3
-    assert wait_for_load(host) == LoadedBlocks(0, num_intact)
+    assert wait_for_load(host) == EndedLoad(0, num_intact)
     assert host._copies.first_loads == first_loads  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_blocks_evicted_in_one_plan_are_more_than_the_slots(num_slots: int) -> None:
     host, tensors = host_of(num_slots)
-    assert host.num_slots == num_slots * 16 // host.block_bytes
-    tier = HostTier(host.num_slots, host.block_bytes, host.take_loaded)
+    assert len(host._slots) == num_slots * 16 // host.block_bytes
+    tier = HostTier(host.describe(0), host.take_ended_loads)
     blocks = BlockManager(8, 2, evicted=tier)
     table = BlockTable()
     token_ids = list(range(16))
@@ -110,17 +110,17 @@ def test_blocks_evicted_in_one_plan_are_more_than_the_slots(num_slots: int) -> N
     block_ids = list(table.block_ids)
     blocks.free(table)
     assert blocks.allocate(table, 16)
-    saves, _ = tier.take_copies()
+    saves, _ = tier.take_copies(blocks)
     expected = [[tensor[block].clone() for tensor in tensors] for block in block_ids]
     host.launch(saves, [])
-    assert host.take_loaded() == []
+    assert host.take_ended_loads() == []
     for tensor in tensors:
         tensor.zero_()
     digests = blocks.digests(table, token_ids, 8)
     kept = [index for index in range(8) if tier.find([digests[index]])]
-    assert len(kept) == host.num_slots
+    assert len(kept) == len(host._slots)
     blocks.free(table)
     for load_id, index in enumerate(kept):
-        host.launch([], [BlockLoad(load_id, [BlockCopy(3, tier._slots[digests[index]])])])
-        assert wait_for_load(host) == LoadedBlocks(load_id, 1)
+        host.launch([], [HostLoad(load_id, [HostCopy(3, *tier._slots[digests[index]])])])
+        assert wait_for_load(host) == EndedLoad(load_id, 1)
         assert all(torch.equal(tensor[3], part) for tensor, part in zip(tensors, expected[index], strict=True))

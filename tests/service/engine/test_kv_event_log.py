@@ -169,7 +169,7 @@ def test_log_of_a_model_with_fixed_state_is_the_cache_while_checkpoints_are_evic
 def test_log_says_which_medium_has_a_block() -> None:
     log = KvEventLog(2)
     device = FakeDevice(2, 2, {})
-    tier = HostTier(1, 8, device.take_loaded, log)
+    tier = HostTier(1, 8, device.take_ended_loads, log)
     blocks = BlockManager(2, 2, events=log, evicted=tier)
     log.start()
     for tokens in ([1, 2], [3, 4], [5, 6]):

@@ -4,6 +4,7 @@ device that records from which tokens each KV-cache slot was computed."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -11,8 +12,8 @@ import numpy.typing as npt
 
 from npuserve.npu.step import (
     PENDING,
-    BlockLoad,
-    LoadedBlocks,
+    EndedLoad,
+    HostLoad,
     NewRequest,
     Row,
     SamplingParams,
@@ -24,6 +25,8 @@ from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 from tests.support.fake_grammar import answer_matcher, first_allowed, next_mask
 
+STATE_PARTS = 2
+"""Slots of host memory that a fixed state takes."""
 VOCABULARY = 7
 END_IDS = frozenset([6])
 """Tokens that end a constrained answer."""
@@ -89,48 +92,67 @@ class FakeDevice:
         # Result of the last step until it is sampled, and the contexts of its constrained rows.
         self.unsampled: tuple[StepResult, dict[int, list[tuple[int, ...]]]] | None = None
 
-        self.host: dict[int, list[tuple[str, tuple[int, ...]] | None]] = {}  # contents of a block, by slot
+        self.host: dict[int, object] = {}  # contents of a block, or of a fixed state and the part, by slot
         self.corrupt: set[int] = set()  # slots of host memory whose checksums differ
-        self.load_polls = 2  # calls of `take_loaded` until a load ends
-        self.loads: list[tuple[BlockLoad, int]] = []  # in progress, with the calls that are left
+        self.load_polls = 2  # calls of `take_ended_loads` until a load ends
+        self.loads: list[tuple[HostLoad, int]] = []  # in progress, with the calls that are left
 
     def launch(self, step: Step) -> StepResult:
         assert self.unsampled is None, "a launch before the step was sampled"
-        targets = {copy.block for load, _ in self.loads for copy in load.copies}
-        assert targets.isdisjoint(copy.block for copy in step.saves), "a block is saved while it is loaded"
+        targets = self._targets()
+        assert targets.isdisjoint((copy.part >= 0, copy.index) for copy in step.saves), "saved while it is loaded"
         read = {copy.slot for load, _ in self.loads for copy in load.copies}
         assert read.isdisjoint(copy.slot for copy in step.saves), "a save overwrites what a load reads"
         assert len({copy.slot for copy in step.saves}) == len(step.saves), "two saves to one slot"
         for copy in step.saves:
-            self.host[copy.slot] = [self.slots.get(slot) for slot in self._slots_of(copy.block)]
+            self.host[copy.slot] = (self.states[copy.index], copy.part) if copy.part >= 0 else [
+                self.slots.get(slot) for slot in self._slots_of(copy.index)]
             self.corrupt.discard(copy.slot)
         for load in step.loads:
             for copy in load.copies:
-                for slot in self._slots_of(copy.block):
+                if copy.part >= 0:
+                    self.states.pop(copy.index, None)
+                for slot in self._slots_of(copy.index) if copy.part < 0 else ():
                     self.slots.pop(slot, None)
             self.loads.append((load, self.load_polls))
-        targets = {copy.block for load, _ in self.loads for copy in load.copies}
-        assert all(targets.isdisjoint(row.block_ids) for row in step.rows), "a row has a block that is being loaded"
+        targets = self._targets()
+        for row in step.rows:
+            assert targets.isdisjoint((False, block) for block in row.block_ids), "a row has a block that is loaded"
+            assert targets.isdisjoint([(True, row.state_slot), (True, row.state_source)]), "a row has a loaded state"
         return self.run(step, self.step_seconds)
+
+    def _targets(self) -> set[tuple[bool, int]]:
+        """Return what loads write: whether it is a slot of fixed state, and the index of the slot or block."""
+        return {(copy.part >= 0, copy.index) for load, _ in self.loads for copy in load.copies}
 
     def _slots_of(self, block: int) -> range:
         return range(block * self.block_size, (block + 1) * self.block_size)
 
-    def take_loaded(self) -> list[LoadedBlocks]:
+    def take_ended_loads(self) -> list[EndedLoad]:
         """Return the loads that end with this call."""
         ended = []
         self.loads = [(load, polls - 1) for load, polls in self.loads]
         for load, polls in [entry for entry in self.loads if not entry[1]]:
             self.loads.remove((load, polls))
             num_intact = 0
+            parts: dict[int, list[tuple[int, ...]]] = {}  # that came back, by slot of fixed state
             for copy in load.copies:
                 if copy.slot in self.corrupt:
                     break
                 num_intact += 1
-                for slot, content in zip(self._slots_of(copy.block), self.host[copy.slot], strict=True):
-                    assert content is not None
-                    self.slots[slot] = content
-            ended.append(LoadedBlocks(load.id, num_intact))
+                content: Any = self.host[copy.slot]
+                if copy.part >= 0:
+                    state, part = content
+                    assert part == copy.part, "another part of a state"
+                    parts.setdefault(copy.index, []).append(state)
+                    if len(parts[copy.index]) == STATE_PARTS:
+                        assert len(set(parts[copy.index])) == 1, "parts of two states"
+                        self.states[copy.index] = state
+                    continue
+                for slot, tokens in zip(self._slots_of(copy.index), content, strict=True):
+                    assert tokens is not None
+                    self.slots[slot] = tokens
+            ended.append(EndedLoad(load.id, num_intact))
         return ended
 
     def sample(self, handle: StepResult, masks: Mapping[int, Mask]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from npuserve.npu.step import PENDING, SamplingParams, Step, TokenLogprobs
+from npuserve.npu.step import PENDING, HostSlots, SamplingParams, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
 from npuserve.service.errors import ServeError
 from npuserve.service.ipc.messages import FinishReason, Request
@@ -20,7 +20,7 @@ from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence, State
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.structured_output.manager import StructuredOutputManager
-from tests.service.scheduling.reference import VOCABULARY, FakeDevice, answer_alone, matcher_of, report
+from tests.service.scheduling.reference import STATE_PARTS, VOCABULARY, FakeDevice, answer_alone, matcher_of, report
 from tests.support.oracle_drafts import Kind, drafting_of
 
 TICK = 1 / 64  # sums of it are exact
@@ -37,6 +37,7 @@ class SchedulerHarness:
     num_slots, spacing: of StateSlots; 0 slots for a model without fixed state.
     message_end_ids: see Scheduler.
     host_slots: of HostTier; 0 for none.
+    host: further settings of HostSlots.
     """
 
     num_blocks: int = 64
@@ -55,6 +56,7 @@ class SchedulerHarness:
     spacing: Spacing = DEFAULT_SPACING
     message_end_ids: frozenset[int] = frozenset()
     host_slots: int = 0
+    host: dict[str, int] = field(default_factory=dict)
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -69,7 +71,8 @@ class SchedulerHarness:
     def __post_init__(self) -> None:
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
-        self.tier = HostTier(self.host_slots, 8, self.device.take_loaded) if self.host_slots else None
+        host = HostSlots(self.host_slots, 8, **{"state_parts": STATE_PARTS if self.num_slots else 0, **self.host})
+        self.tier = HostTier(host, self.device.take_ended_loads) if self.host_slots else None
         self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache, evicted=self.tier)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
@@ -224,7 +227,7 @@ class SchedulerHarness:
 
     def finish(self) -> None:
         for _ in range(10_000):
-            if not self.live and not self.pipeline and not self.scheduler.is_loading:
+            if not self.live and not self.pipeline and not self.scheduler.loads.has_loads:
                 break
             self.tick()
         assert not self.live, "requests never end"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuserve.npu.step import BlockCopy, BlockLoad, LoadedBlocks, Step
+from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots, Step
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.sequence import Sequence, State
@@ -114,7 +114,7 @@ def test_end_during_load_keeps_its_blocks_until_it_has_ended(end: str) -> None:
     getattr(harness, end)(sequence)
     used = harness.blocks.counts.used
     assert used >= 4
-    while harness.scheduler.is_loading:
+    while harness.scheduler.loads.has_loads:
         assert harness.blocks.counts.used == used
         harness.scheduler.schedule(harness.now)
     assert harness.blocks.counts.used == 0
@@ -131,7 +131,7 @@ def test_corrupt_block_is_a_miss_and_counted() -> None:
         answer(harness, ids(seed))
     tier = tier_of(harness)
     third = harness.blocks.digests(BlockTable(), ids(1), 3)[2]
-    harness.device.corrupt = {tier._slots[third]}
+    harness.device.corrupt = {tier._slots[third][0]}
     sequence = answer(harness, ids(1))
     assert sequence.cached_tokens == 4
     assert tier.num_corrupt == 1
@@ -154,17 +154,17 @@ def test_full_tier_forgets_the_least_recently_used_blocks() -> None:
 
 
 def test_save_overwrites_no_slot_that_a_load_reads() -> None:
-    ended: list[LoadedBlocks] = []
-    tier = HostTier(1, 8, lambda: ended)
+    ended: list[EndedLoad] = []
+    tier = HostTier(HostSlots(1, 8), lambda: ended)
     blocks = BlockManager(1, 2, evicted=tier)
     first = blocks.digests(BlockTable(), [1, 2], 1)
     tier.save(first[0], 0)
-    assert tier.load(blocks, BlockTable(), [1, 2], [], first, 0) == 0
+    assert tier.begin_load(blocks, BlockTable(), [1, 2], [], first, 0) == 0
     tier.save(b"other", 0)
     assert tier.find([b"other"]) == []
-    assert tier.take_copies() == ([BlockCopy(0, 0)], [BlockLoad(0, [BlockCopy(0, 0)])])
-    ended.append(LoadedBlocks(0, 1))
-    assert tier.finish(blocks) == {0}
+    assert tier.take_copies(blocks) == ([HostCopy(0, 0)], [HostLoad(0, [HostCopy(0, 0)])])
+    ended.append(EndedLoad(0, 1))
+    assert tier.end_loads(blocks) == {0}
     assert blocks.find_prefix(BlockTable(), [1, 2, 3]) == [0]
     tier.save(b"other", 0)
     assert tier.find([b"other"]) == [b"other"]
@@ -172,7 +172,7 @@ def test_save_overwrites_no_slot_that_a_load_reads() -> None:
 
 def test_block_that_is_forgotten_before_its_save_is_not_saved() -> None:
     """Four blocks are evicted in one plan, for two slots."""
-    tier = HostTier(2, 8, list)
+    tier = HostTier(HostSlots(2, 8), list)
     blocks = BlockManager(4, 2, evicted=tier)
     table = BlockTable()
     tokens = ids(1, 8)
@@ -180,18 +180,18 @@ def test_block_that_is_forgotten_before_its_save_is_not_saved() -> None:
     blocks.register(table, tokens, 8)
     blocks.free(table)
     assert blocks.allocate(BlockTable(), 8)
-    saves, _ = tier.take_copies()
+    saves, _ = tier.take_copies(blocks)
     assert sorted(copy.slot for copy in saves) == [0, 1]
     assert tier.num_used == 2
 
 
 def test_load_makes_the_prefix_the_last_block_to_be_forgotten() -> None:
-    tier = HostTier(3, 8, list)
+    tier = HostTier(HostSlots(3, 8), list)
     blocks = BlockManager(3, 2, evicted=tier)
     digests = blocks.digests(BlockTable(), ids(1, 6), 3)
     for block, digest in enumerate(digests):
         tier.save(digest, block)
-    assert tier.load(blocks, BlockTable(), ids(1, 6), [], digests, 0) == 0
+    assert tier.begin_load(blocks, BlockTable(), ids(1, 6), [], digests, 0) == 0
     assert list(tier._slots) == digests[::-1]
 
 
@@ -203,7 +203,7 @@ def test_load_advances_while_no_step_is_planned() -> None:
     sequence = harness.add(ids(1), 2)
     harness.tick()
     for _ in range(4):
-        harness.scheduler.poll_loads()
+        harness.scheduler.loads.poll()
         assert sequence.state is State.LOADING
     assert not harness.device.loads
     harness.tick()
@@ -240,13 +240,13 @@ def test_loads_together_use_half_of_the_blocks() -> None:
     sequences = [harness.add(ids(seed), 2) for seed in range(6)]
     harness.tick()
     assert {sequence.state for sequence in sequences} == {State.LOADING}
-    assert tier_of(harness).num_loading == 3 * 5
+    assert tier_of(harness).num_blocks_of_loads == 3 * 5
     harness.finish()
     assert [sequence.cached_tokens for sequence in sequences] == [10] * 6
 
 
 def test_saves_of_a_step_are_bounded_and_keep_beginnings() -> None:
-    tier = HostTier(8, 8, list, max_saves=2)
+    tier = HostTier(HostSlots(8, 8, max_saves=2), list)
     blocks = BlockManager(4, 2, evicted=tier)
     table = BlockTable()
     tokens = ids(1, 8)
@@ -255,9 +255,33 @@ def test_saves_of_a_step_are_bounded_and_keep_beginnings() -> None:
     digests = blocks.digests(table, tokens, 4)
     blocks.free(table)
     assert blocks.allocate(BlockTable(), 8)
-    assert len(tier.take_copies()[0]) == 2
+    assert len(tier.take_copies(blocks)[0]) == 2
     assert tier.find(digests) == digests[:2]
     assert (tier.num_saved, tier.num_dropped, tier.num_used) == (2, 2, 2)
+
+
+def test_blocks_are_saved_before_a_long_prompt_evicts_them() -> None:
+    """A step saves 2 blocks, and one of them early. The last prompt evicts all blocks in one plan."""
+    early = harness_of(num_blocks=16, host={"max_saves": 2, "num_early": 16, "max_early_saves": 1})
+    late = harness_of(num_blocks=16, host={"max_saves": 2})
+    for harness in (early, late):
+        for seed in (1, 2):
+            answer(harness, ids(seed))
+        running = harness.add([1], 24)
+        while running.id not in harness.reasons:
+            harness.tick()
+        answer(harness, ids(3, 28))
+    assert tier_of(late).num_dropped > 0
+    assert answer(late, ids(1)).cached_tokens < 10
+    assert tier_of(early).num_dropped == 0
+    assert [answer(early, ids(seed)).cached_tokens for seed in (1, 2)] == [10, 10]
+
+
+def test_nothing_is_saved_early_while_enough_blocks_are_free() -> None:
+    harness = harness_of(num_blocks=64, host={"num_early": 8, "max_early_saves": 8})
+    for seed in (1, 2, 3):
+        answer(harness, ids(seed))
+    assert tier_of(harness).num_saved == 0
 
 
 def test_loading_request_keeps_the_lead_of_its_client() -> None:
@@ -357,7 +381,7 @@ def test_audit_finds_a_slot_with_two_holders() -> None:
     for seed in (1, 2):
         answer(harness, ids(seed))
     tier = tier_of(harness)
-    tier._free.append(next(iter(tier._slots.values())))
+    tier._free.append(next(iter(tier._slots.values()))[0])
     with pytest.raises(IntegrityError, match="of host memory"):
         harness.scheduler.check_integrity()
 

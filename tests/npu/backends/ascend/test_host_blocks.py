@@ -1,4 +1,5 @@
-"""Blocks in host memory on the emulated Ascend device, whose streams run as late as they may, or in a random order."""
+"""Blocks and fixed states in host memory on the emulated Ascend device, whose streams run as late as they may, or in a
+random order."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import pytest
 
 from npuserve.npu.execution.runner import Runner
 from tests.npu.backends.ascend.test_backend import RELAX, load
+from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.offload import (
+    PROMPTS,
     check_bits,
     check_corruption,
     check_load_after_step_in_flight,
@@ -19,6 +22,8 @@ from tests.npu.backends.small import saved
 from tests.npu.emulator.child import emulated, needs_npu, run
 
 BUDGET = 256
+SLOTS = 3
+"""Slots of fixed state that the scheduler uses: one of a request, and two checkpoints."""
 
 
 def loaded(folder: Path, memory: int = 8 << 20, **settings: Any) -> Runner:
@@ -47,6 +52,47 @@ def test_ascend_blocks_come_back_with_the_same_bits(tmp_path: Path, cache: str, 
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
 def test_ascend_answers_under_pressure_are_those_without_cache(tmp_path: Path, order: str, seed: int) -> None:
     run(pressure, {"folder": tmp_path}, {"relax": RELAX, "order": order, "seed": seed, "poison": True})
+
+
+def hybrid(folder: Path, memory: int = 64 << 20, **settings: Any) -> Runner:
+    """A state takes two slots of host memory, or more with int8 blocks."""
+    saved_hybrid(folder, layers=6, full=(5,), context=1024)
+    runner = load(folder, max_num_batched_tokens=BUDGET, max_num_seqs=4, capture="off", kv_offload_memory=memory,
+                  kv_cache_memory=128 << 20, **settings)
+    assert runner.num_slots > 2 * PROMPTS
+    return runner
+
+
+def state_bits_are_equal(folder: Path, cache: str) -> None:
+    scheduler = check_bits(
+        lambda memory: hybrid(folder, memory and 64 << 20, kv_cache_dtype=cache), BUDGET, num_slots=SLOTS)
+    assert scheduler.tier is not None
+    assert scheduler.tier._state_parts > 1
+
+
+def state_pressure(folder: Path) -> None:
+    check_pressure(hybrid(folder), BUDGET, num_slots=8)
+
+
+@needs_npu
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
+def test_ascend_states_come_back_with_the_same_bits(tmp_path: Path, cache: str, order: str, seed: int) -> None:
+    run(state_bits_are_equal, {"folder": tmp_path, "cache": cache},
+        {"relax": RELAX, "order": order, "seed": seed, "poison": True})
+
+
+@needs_npu
+@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
+def test_ascend_answers_of_hybrids_under_pressure_are_those_without_cache(
+    tmp_path: Path, order: str, seed: int
+) -> None:
+    run(state_pressure, {"folder": tmp_path}, {"relax": RELAX, "order": order, "seed": seed, "poison": True})
+
+
+@emulated(relax=RELAX)
+def test_ascend_corrupt_state_is_a_miss(tmp_path: Path) -> None:
+    check_corruption(hybrid(tmp_path), BUDGET, num_slots=SLOTS, part=-1)
 
 
 @emulated(relax=RELAX)
