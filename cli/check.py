@@ -335,7 +335,7 @@ def native_text(isa: str | None, isas: list[str], missing: Sequence[str] = (), *
 
 
 def host_text(prefill: dict[str, Any] | None, offload: dict[str, int] | None) -> list[str]:
-    """Return lines about host memory beside a device. prefill, offload: bytes for prompts and for evicted blocks."""
+    """Return lines about host memory beside a device. prefill, offload: bytes for prompts and for evicted prefixes."""
     from npuserve.npu.execution.memory_plan import mib
 
     lines: list[str] = []
@@ -347,7 +347,7 @@ def host_text(prefill: dict[str, Any] | None, offload: dict[str, int] | None) ->
                      f"{mib(prefill['available'])} available")
     if offload:
         verdict = "fits" if offload["bytes"] <= offload["available"] else "does NOT fit"
-        lines.append(f"evicted blocks: {verdict}: {mib(offload['bytes'])} of host memory, "
+        lines.append(f"evicted prefixes: {verdict}: {mib(offload['bytes'])} of host memory, "
                      f"{mib(offload['available'])} available")
     return lines
 

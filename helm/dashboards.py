@@ -289,10 +289,10 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
         Panel("Host memory copies", {"{{direction}}": rate("kv_offload_bytes_total", "direction")}, "Bps",
               "Evicted blocks that are saved to host memory, and those that are loaded from it."),
         Panel("Host memory", {"{{instance}} {{state}}": total("kv_offload_memory_bytes", "instance, state")}, "bytes",
-              "Host memory for evicted blocks.", stack="normal"),
+              "Host memory for evicted blocks and states.", stack="normal"),
         Panel("Host memory losses", {
             "corrupt": rate("kv_offload_corrupt_blocks_total"), "not saved": rate("kv_offload_dropped_blocks_total")},
-            "cps", "Blocks whose checksum differed, and evicted blocks that were not saved."),
+            "cps", "Blocks and states whose checksum differed, and evicted ones that were not saved."),
         Panel("State slots", {"{{instance}} {{state}}": total("state_slots", "instance, state")}, "short",
               "Models with linear attention: slots of requests, checkpoints of prefixes, free ones.", stack="normal"),
         Panel("Imbalance of experts", {"{{instance}} layers {{layers}}": total(

@@ -117,7 +117,7 @@ class Row(msgspec.Struct, frozen=True):
 class HostSlots(NamedTuple):
     """Slots of host memory for evicted blocks and fixed states (execution/host_blocks.py).
 
-    count: number of slots.
+    num_slots: number of slots.
     block_bytes: bytes of a slot.
     state_parts: number of slots that a fixed state takes; 0 for a model without.
     max_saves: maximum number of slots that a step saves to; None for no limit.
@@ -125,7 +125,7 @@ class HostSlots(NamedTuple):
     max_early_saves: maximum number of blocks that a step saves before their eviction.
     """
 
-    count: int
+    num_slots: int
     block_bytes: int
     state_parts: int = 0
     max_saves: int | None = None
@@ -136,12 +136,12 @@ class HostSlots(NamedTuple):
 class HostCopy(NamedTuple):
     """Copy between the device and a slot of host memory, which has the size of a block of the KV cache.
 
-    index: of the block; of a fixed state, its slot on the device.
+    device_index: block of the KV cache; for a fixed state its slot on the device.
     slot: of host memory.
     part: number of the part of the fixed state that is copied, of which each takes a slot of host memory; -1: a block.
     """
 
-    index: int
+    device_index: int
     slot: int
     part: int = -1
 

@@ -69,7 +69,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: tokens of prompt and answer; 0 takes the model's limit.
     block_size: tokens per KV-cache block; 0 takes the backend's choice.
     kv_cache_memory: bytes; 0 takes a share of the free memory.
-    kv_offload_memory: bytes; 0 keeps no evicted blocks.
+    kv_offload_memory: bytes; 0 keeps no evicted blocks and states.
     max_queue: maximum number of waiting requests.
     emulate_relax, decode_buckets: comma-separated lists, parsed by `relaxations` and `buckets`.
 

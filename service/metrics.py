@@ -94,13 +94,13 @@ kv_offload_queries_total = _counter(
     "kv_offload_queries_total", "Prompt tokens that the KV cache did not hold, looked up in host memory")
 kv_offload_hits_total = _counter("kv_offload_hits_total", "Prompt tokens that came back from host memory")
 kv_offload_bytes_total = _counter(
-    "kv_offload_bytes_total", "Bytes of KV-cache blocks saved to host memory and loaded from it", "direction")
+    "kv_offload_bytes_total", "Bytes of blocks and states saved to host memory and loaded from it", "direction")
 kv_offload_corrupt_blocks_total = _counter(
-    "kv_offload_corrupt_blocks_total", "Blocks in host memory whose checksum differed, computed again")
+    "kv_offload_corrupt_blocks_total", "Blocks and states in host memory whose checksum differed, computed again")
 kv_offload_dropped_blocks_total = _counter(
-    "kv_offload_dropped_blocks_total", "Evicted KV-cache blocks that were not saved to host memory")
+    "kv_offload_dropped_blocks_total", "Evicted blocks and states that were not saved to host memory")
 kv_offload_memory_bytes = _gauge(
-    "kv_offload_memory_bytes", "Host memory for evicted KV-cache blocks: used and free", "state")
+    "kv_offload_memory_bytes", "Host memory for evicted blocks and states: used and free", "state")
 tokens_in_vain_total = _counter(
     "tokens_in_vain_total", "Tokens computed for requests whose deadline passed before the first token")
 preemptions_total = _counter("preemptions_total", "Requests preempted, to be recomputed")

@@ -121,10 +121,14 @@ class HostBlocks:
     paged: tensors [blocks, ...]; the bytes of one block are tensor[block] of all of them.
     memory: most bytes of host memory.
     fixed: tensors [slots, ...] of fixed state; the bytes of one state are tensor[slot] of all of them.
+    num_early: see `HostSlots`; the blocks of the longest prompt, which may evict as many in one plan.
     """
 
-    def __init__(self, backend: Backend, paged: Sequence[Tensor], memory: int, fixed: Sequence[Tensor] = ()):
+    def __init__(
+        self, backend: Backend, paged: Sequence[Tensor], memory: int, fixed: Sequence[Tensor] = (), num_early: int = 0
+    ):
         self._backend = backend
+        self._num_early = num_early
         self._copies = backend.side_copies()
         self._paged = [tensor.flatten(1).view(torch.uint8) for tensor in paged]
         self._fixed = [tensor.flatten(1).view(torch.uint8) for tensor in fixed]
@@ -146,12 +150,12 @@ class HostBlocks:
         self._unsaved: dict[int, Event] = {}  # slot -> the last copy to it in progress
         self._loads: deque[_QueuedLoad] = deque()
 
-    def describe(self, num_early: int) -> HostSlots:
-        """Return the slots and their bounds for the scheduler. num_early: see `HostSlots`."""
+    def describe(self) -> HostSlots:
+        """Return the slots and their bounds for the scheduler."""
         state_parts = len(self._parts)
         return HostSlots(
             len(self._slots), self.block_bytes, state_parts, max(1, state_parts, MAX_SAVE_COPIES // len(self._paged)),
-            num_early, max(1, MAX_EARLY_COPIES // len(self._paged)))
+            self._num_early, max(1, MAX_EARLY_COPIES // len(self._paged)))
 
     def launch(self, saves: Sequence[HostCopy], loads: Sequence[HostLoad]) -> None:
         """Queue the saves of a step before its rows, and begin its loads."""
@@ -197,12 +201,12 @@ class HostBlocks:
         for copy in copies:
             slot = self._slots[copy.slot]
             if copy.part < 0:
-                on_device += [tensor[copy.index] for tensor in self._paged]
+                on_device += [tensor[copy.device_index] for tensor in self._paged]
                 on_host += slot.split(self._sizes)
                 continue
             spans = self._parts[copy.part]
             sizes = [span.end - span.begin for span in spans]
-            on_device += [self._fixed[span.tensor][copy.index, span.begin : span.end] for span in spans]
+            on_device += [self._fixed[span.tensor][copy.device_index, span.begin : span.end] for span in spans]
             on_host += slot[: sum(sizes)].split(sizes)
         return on_device, on_host
 

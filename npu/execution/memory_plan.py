@@ -234,16 +234,18 @@ def predict(
         dtype=str(resolved).removeprefix("torch."), kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks, block_size=block_size, max_model_len=length,
         host=host and replace(host, kv_cache=num_blocks * mirrored), fixed_state=fixed_state, num_slots=num_slots,
-        kv_offload=_offload_bytes(
-            config, backend, prefill, kv_offload_memory, block, slot_bytes(config, resolved, backend)),
+        kv_offload=_offload_bytes(config, backend, prefill, kv_offload_memory, block, resolved),
     )
 
 
 def _offload_bytes(
-    config: ModelConfig, backend: Backend, prefill: Backend | None, kv_offload_memory: int, block: int, state: int
+    config: ModelConfig, backend: Backend, prefill: Backend | None, kv_offload_memory: int, block: int,
+    dtype: torch.dtype,
 ) -> int:
-    """Return the bytes of host memory for evicted blocks of `block` bytes and fixed states of `state` bytes, at most
-    kv_offload_memory.
+    """Return the bytes of host memory for evicted blocks and fixed states, at most kv_offload_memory.
+
+    block: bytes of a block.
+    dtype: of the activations.
 
     Raises BackendError if these cannot go to host memory, ModelError if it holds no block with a state.
     """
@@ -260,6 +262,7 @@ def _offload_bytes(
     sizes = chunk_sizes(kv_offload_memory, block)
     if not sizes:
         raise ModelError(f"kv_offload_memory: {mib(kv_offload_memory)} holds no block of {mib(block)}")
+    state = slot_bytes(config, dtype, backend)
     if sum(size // block for size in sizes) <= num_state_parts(state, block):
         raise ModelError(f"kv_offload_memory: {mib(kv_offload_memory)} holds no block of {mib(block)} with its state "
                          f"of {mib(state)}")

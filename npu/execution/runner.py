@@ -65,7 +65,7 @@ from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Counts
 from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
-from npuserve.npu.step import HostSlots, NewRequest, Phase, Step, StepResult
+from npuserve.npu.step import NewRequest, Phase, Step, StepResult
 
 
 class Runner:
@@ -178,8 +178,9 @@ class Runner:
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
         stores = [self._store, *([self._predictor.store] if self._predictor else [])]
         paged = [tensor for store in stores for tensor in store.paged_tensors]
-        self.host_blocks = (
-            HostBlocks(backend, paged, kv_offload_memory, self._store.fixed) if kv_offload_memory else None)
+        longest = -(-max_model_len // block_size)
+        self.host_blocks = (HostBlocks(backend, paged, kv_offload_memory, self._store.fixed, num_early=longest)
+                            if kv_offload_memory else None)
         memory = [(backend.memory, tensor) for tensor in self._cached]
         if self._prefill and prefill:
             memory += [(prefill[0].memory, tensor) for tensor in self._prefill.tensors]
@@ -210,11 +211,6 @@ class Runner:
     def unread_expert_bytes(self, tokens: int) -> int:
         """Return the part of `read_bytes` that a step of `tokens` tokens does not read (`idle_bytes`)."""
         return idle_bytes(self.config, getattr(torch, self.dtype_name), self.backend, tokens)
-
-    @property
-    def host_slots(self) -> HostSlots | None:
-        """Slots of host memory for evicted blocks and states. The longest prompt evicts blocks that are saved."""
-        return self.host_blocks and self.host_blocks.describe(-(-self.max_model_len // self.block_size))
 
     @property
     def parameters(self) -> int:

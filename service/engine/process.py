@@ -227,8 +227,7 @@ def build_engine(
 def tier_of(runner: Runner, kv_log: KvEventLog | None) -> HostTier | None:
     """Return the index of the runner's host memory; None if it has none."""
     host = runner.host_blocks
-    slots = runner.host_slots
-    return HostTier(slots, host.take_ended_loads, kv_log) if host and slots else None
+    return HostTier(host.describe(), host.take_ended_loads, kv_log) if host else None
 
 
 MODES: Mapping[str, Mode] = {"auto": "auto", "suffix": "suffix", "mtp": "mtp"}

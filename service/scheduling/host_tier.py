@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots
-from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
+from npuserve.service.scheduling.block_manager import BlockCounts, BlockManager, BlockTable, IntegrityError
 from npuserve.service.scheduling.state_slots import StateSlots
 
 _STATE = b"state"
@@ -92,7 +92,7 @@ class HostTier:
     def __init__(
         self, host: HostSlots, take_ended: Callable[[], Iterable[EndedLoad]], events: HostEvents | None = None
     ) -> None:
-        self.num_slots = host.count
+        self.num_slots = host.num_slots
         self.block_bytes = host.block_bytes
         self.num_saved = 0
         self.num_loaded = 0
@@ -109,7 +109,7 @@ class HostTier:
         self._max_saves = self.num_slots if host.max_saves is None else host.max_saves
         self._num_early = min(host.num_early, self.num_slots // 2)
         self._max_early_saves = host.max_early_saves
-        self._early_version = -1  # version of the block manager's index for which all early saves are done
+        self._saved_early: tuple[int, BlockCounts] | None = None  # blocks that need no further early saves
         self._loads: dict[int, _Load] = {}  # in progress, the oldest first
         self._load_of: dict[bytes, int] = {}  # key -> the load in progress that contains it
         self._ids = itertools.count()
@@ -187,8 +187,9 @@ class HostTier:
 
     def _save_early(self, blocks: BlockManager) -> None:
         """Save some of the blocks that will be evicted next."""
-        num_next = self._num_early - blocks.counts.free
-        if num_next <= 0 or self._early_version == blocks.index_version:
+        counts = blocks.counts
+        num_next = self._num_early - counts.free
+        if num_next <= 0 or self._saved_early == (blocks.index_version, counts):
             return
         left = min(self._max_early_saves, self._max_saves - self._num_new)
         for digest, block in itertools.islice(blocks.next_evicted(), num_next):
@@ -197,7 +198,7 @@ class HostTier:
             if not left or not self._keep(digest, block):
                 return
             left -= 1
-        self._early_version = blocks.index_version
+        self._saved_early = blocks.index_version, counts
 
     def has(self, digest: bytes) -> bool:
         """Return whether host memory has a block."""

@@ -43,8 +43,8 @@ class _HostPrefix(NamedTuple):
     """
 
     num_usable: int
-    prefix: Sequence[int]
-    digests: Sequence[bytes]
+    prefix: list[int]
+    digests: list[bytes]
     state: bytes
 
 

@@ -61,7 +61,7 @@ def check_bits(load: Callable[[int], Runner], budget: int, num_slots: int | None
     return scheduler
 
 
-def check_pressure(runner: Runner, budget: int, num_slots: int | None = None) -> None:
+def check_pressure(runner: Runner, budget: int, num_slots: int | None = None, pool: int = POOL + 2) -> None:
     """Requests that arrive together, samples of one call, cancels and preemptions: ids are those without the cache.
 
     The samples need a further block each while others run.
@@ -72,7 +72,7 @@ def check_pressure(runner: Runner, budget: int, num_slots: int | None = None) ->
         "samples": 3, "max_tokens": min(2 * runner.block_size, 100)}
     asks += [Ask(12, None, call | {"index": index, "sampling": SamplingParams(seed=index)}) for index in range(3)]
     cancelled = [Ask(9 + index, 2 + index, asks[index].fields) for index in range(4)]
-    answers, scheduler = serve(runner, asks + cancelled, 2, POOL + 2, 3, budget, num_slots=num_slots)
+    answers, scheduler = serve(runner, asks + cancelled, 2, pool, 3, budget, num_slots=num_slots)
     alone = [Ask(ask.tick, None, ask.fields | {"bypass_prefix_cache": True}) for ask in asks]
     expected, _ = serve(runner, alone, 2, 4 * PROMPTS, 3, budget)
     assert tokens_of(answers[: len(asks)]) == tokens_of(expected)

@@ -101,7 +101,7 @@ def test_load_in_parts_ends_before_the_corrupt_block(
 def test_blocks_evicted_in_one_plan_are_more_than_the_slots(num_slots: int) -> None:
     host, tensors = host_of(num_slots)
     assert len(host._slots) == num_slots * 16 // host.block_bytes
-    tier = HostTier(host.describe(0), host.take_ended_loads)
+    tier = HostTier(host.describe(), host.take_ended_loads)
     blocks = BlockManager(8, 2, evicted=tier)
     table = BlockTable()
     token_ids = list(range(16))

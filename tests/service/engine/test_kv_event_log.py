@@ -8,6 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from npuserve.npu.step import HostSlots
 from npuserve.service.engine.kv_event_log import KvEventLog, to_hash
 from npuserve.service.ipc.kv_events import Event, encode_batch
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
@@ -169,7 +170,7 @@ def test_log_of_a_model_with_fixed_state_is_the_cache_while_checkpoints_are_evic
 def test_log_says_which_medium_has_a_block() -> None:
     log = KvEventLog(2)
     device = FakeDevice(2, 2, {})
-    tier = HostTier(1, 8, device.take_ended_loads, log)
+    tier = HostTier(HostSlots(1, 8), device.take_ended_loads, log)
     blocks = BlockManager(2, 2, events=log, evicted=tier)
     log.start()
     for tokens in ([1, 2], [3, 4], [5, 6]):
@@ -194,7 +195,7 @@ def test_log_says_which_medium_has_a_block() -> None:
 
 def test_log_holds_no_salted_block_of_host_memory() -> None:
     log = KvEventLog(2)
-    blocks = BlockManager(1, 2, events=log, evicted=HostTier(4, 8, list, log))
+    blocks = BlockManager(1, 2, events=log, evicted=HostTier(HostSlots(4, 8), list, log))
     log.start()
     blocks.free(hold(blocks, [1, 2], salt="a"))
     blocks.free(hold(blocks, [3, 4], salt="a"))

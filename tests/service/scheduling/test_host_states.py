@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from npuserve.npu.step import Step
-from npuserve.service.scheduling.block_manager import BlockTable
+from npuserve.npu.step import HostSlots, Step
+from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import Spacing
 from npuserve.service.scheduling.host_tier import HostTier, state_key
 from npuserve.service.scheduling.sequence import Sequence, State
@@ -105,16 +105,14 @@ def test_prefix_without_a_state_is_not_loaded() -> None:
 
 
 def test_prefix_ends_at_the_last_state() -> None:
-    """A longer prompt continues the state at the end of the shorter one, though further blocks are in host memory."""
+    """Host memory has 6 blocks of the prompt, with states after the sixth, which is of the answer, and the fifth."""
     harness = evicted(host_slots=100)
-    longer = [*ids(1), *ids(9, 8)]
-    tier = tier_of(harness)
-    sequence = answer(harness, longer[:14])
-    assert sequence.cached_tokens == 10
+    longer = [*ids(1), 0, 0]
+    assert answer(harness, longer).cached_tokens == 12
     for seed in range(2, 6):
         answer(harness, ids(seed))
-    tier.forget(state_of(harness, longer[:14]))
-    assert answer(harness, longer[:14]).cached_tokens == 10
+    tier_of(harness).forget(state_of(harness, longer))
+    assert answer(harness, longer).cached_tokens == 10
 
 
 def test_state_that_no_one_expected_is_not_saved() -> None:
@@ -197,6 +195,18 @@ def test_salt_separates_states() -> None:
         answer(harness, ids(seed))
     assert answer(harness, ids(1), cache_salt="b").cached_tokens == 0
     assert answer(harness, ids(1), cache_salt="a").cached_tokens == 10
+
+
+@pytest.mark.parametrize("scope", [0, 1])
+def test_state_with_a_scope_is_not_saved(scope: int) -> None:
+    tier = HostTier(HostSlots(8, 8, state_parts=2), list)
+    blocks = BlockManager(4, 2, evicted=tier)
+    table = BlockTable(scope=scope)
+    assert blocks.allocate(table, 4)
+    blocks.register(table, [1, 2, 3, 4], 4)
+    digest = blocks.digests(table, [1, 2, 3, 4], 2)[1]
+    blocks.save_state(digest, 0)
+    assert tier.has_state(digest) == (scope == 0)
 
 
 def test_requests_with_one_prefix_wait_for_one_load() -> None:

@@ -12,6 +12,7 @@ from npuserve.npu.execution.runner import Runner
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.offload import (
+    POOL,
     PROMPTS,
     check_bits,
     check_corruption,
@@ -71,7 +72,7 @@ def state_bits_are_equal(folder: Path, cache: str) -> None:
 
 
 def state_pressure(folder: Path) -> None:
-    check_pressure(hybrid(folder), BUDGET, num_slots=8)
+    check_pressure(hybrid(folder), BUDGET, num_slots=8, pool=POOL)
 
 
 @needs_npu

@@ -20,6 +20,7 @@ from tests.kernels.triton import needs_triton
 from tests.npu.backends.cuda.test_backend import emulated, load  # noqa: F401
 from tests.npu.backends.cuda.test_hybrid import SIZES
 from tests.npu.backends.offload import (
+    POOL,
     PROMPTS,
     check_bits,
     check_corruption,
@@ -107,7 +108,7 @@ def test_cuda_states_come_back_with_the_same_bits(tmp_path: Path, cache: str) ->
 
 
 def test_cuda_answers_of_hybrids_under_pressure_are_those_without_cache(tmp_path: Path) -> None:
-    check_pressure(hybrid(tmp_path), 64, num_slots=8)
+    check_pressure(hybrid(tmp_path), 64, num_slots=8, pool=POOL)
 
 
 def test_cuda_corrupt_state_is_a_miss(tmp_path: Path) -> None:
