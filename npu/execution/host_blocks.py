@@ -36,7 +36,7 @@ step's plan and launch queue the next ones."""
 MAX_SAVE_COPIES = 8192
 """Copies of a tensor's part of a block that the saves of one step queue, in about 50 ms of the engine's loop."""
 MAX_EARLY_COPIES = 512
-"""Those of them that save blocks before their eviction, in about 3 ms."""
+"""Copies of a tensor's part of a block that one step queues for blocks before their eviction, in about 3 ms."""
 
 
 def chunk_sizes(memory: int, block: int) -> list[int]:

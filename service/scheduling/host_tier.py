@@ -44,7 +44,7 @@ def state_key(digest: bytes) -> bytes:
 
 
 class HostEvents(Protocol):
-    """Receiver of the changes of the tier: engine/kv_event_log.py. Fixed states are not reported."""
+    """Receiver of the changes of the tier: engine/kv_event_log.py. It ignores the keys of fixed states."""
 
     def saved(self, digest: bytes) -> None: ...
     def forgotten(self, digest: bytes) -> None: ...
