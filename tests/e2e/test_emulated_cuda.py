@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,27 @@ def test_hybrid_continues_after_its_engine_is_killed(tmp_path: Path) -> None:
     expected = served_by_cpu(folder)[:2]
     with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "2", *LIMITS) as cuda:
         assert ids_while_the_engine_is_killed(cuda, PROMPTS[:2], ANSWER) == expected
+
+
+def test_states_return_from_host_memory_until_the_engine_dies(tmp_path: Path) -> None:
+    """The cache holds the blocks of two prompts, of which four return."""
+    folder = str(save(hybrid(), tmp_path))
+    prompts = [random.Random(seed).choices(range(3, 100), k=36) for seed in range(4)]
+
+    def answers(server: Server, **fields: object) -> list[tuple[list[int], int]]:
+        """Return ids and cached tokens of the answer to each prompt."""
+        asks = [request(prompt, 2, ignore_eos=True, **fields) for prompt in prompts]
+        return [(ids, finish.usage.cached_tokens) for _, ids, finish in (streamed(server.stub, ask) for ask in asks)]
+
+    with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "1", *LIMITS, "--max-num-seqs", "1",
+                 "--max-model-len", "48", "--kv-cache-memory", "64KiB", "--kv-offload-memory", "4MiB") as server:
+        expected = [ids for ids, _ in answers(server, bypass_prefix_cache=True)]
+        assert [ids for ids, _ in answers(server)] == expected
+        assert answers(server) == [(ids, 32) for ids in expected]
+        assert server.metric("npuserve_kv_offload_hits_total") >= 2 * 32
+        assert server.metric("npuserve_kv_offload_corrupt_blocks_total") == 0
+        assert ids_while_the_engine_is_killed(server, prompts[:1], 2) == expected[:1]
+        assert [ids for ids, _ in answers(server)] == expected
 
 
 RANKS = ("--device", "cuda", "--emulate", "--decode-buckets", "2", "--tensor-parallel-size", "2", *LIMITS)
