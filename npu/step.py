@@ -77,6 +77,9 @@ class Row(msgspec.Struct, frozen=True):
     next_id: token after the row's last one if the row does not sample. A model's head for drafts needs it.
     predicts: number of tokens to draft after the row's last valid token, by the model's head or a smaller model. There
         must be blocks for them after the row.
+    head_start: first position, at the beginning of a block, of which the model's head for drafts has keys and values;
+        it reads no earlier ones. -1: the head does not compute the row. All rows of a step are computed with the head,
+        or none is.
     is_constrained: the tokens are sampled under masks, which `Runner.sample` gets.
     state_slot: slot of the request's fixed state; -1 if the model has none. A row that starts at 0 begins with a state
         of zeros. Other rows continue the state in the slot, so a position may not be computed twice.
@@ -97,6 +100,7 @@ class Row(msgspec.Struct, frozen=True):
     pools: bool = False
     next_id: int = 0
     predicts: int = 0
+    head_start: int = 0
 
     @property
     def drafts(self) -> list[int]:
@@ -225,6 +229,7 @@ class StepResult:
     drafts: tokens that the model's head or a smaller model drafted by request_id, for every row that predicts. They
         follow the sample after the row's last draft that equals its sample.
     device_seconds: compute time of the step on the device.
+    head_seconds: part of this time in which the model's head or a smaller model drafted; None if it was not measured.
 
     captured: at least one part was computed in a captured dispatch.
     captured_decodes: decode rows that were computed and sampled in one captured dispatch.
@@ -244,6 +249,7 @@ class StepResult:
     timed: bool = False
     hidden: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
     drafts: dict[int, list[int]] = field(default_factory=dict)
+    head_seconds: float | None = None
 
     def drafts_after(self, row: Row, count: int) -> list[int]:
         """Return the drafts that follow the first `count` samples of a row; [] if they follow other ones."""

@@ -46,6 +46,8 @@ class Batch:
     sample_tokens: [S] int64, index of each token after which one is sampled.
     next_ids: [T] int64, the token after each one, for a model's head for drafts. A negative id refers to an id that
         this step samples. None without such a head.
+    head: queries and keys of each row in the layers of such a head, which has keys of the row's last positions
+        (`Row.head_start`). None without such a head.
     """
 
     ids: Tensor
@@ -55,6 +57,7 @@ class Batch:
     state_slots: Tensor | None
     sample_tokens: Tensor
     next_ids: Tensor | None = None
+    head: AttentionMetadata | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,17 @@ class Part:
     def padded(self) -> int:
         return len(self.context_lens)
 
+    @property
+    def has_head(self) -> bool:
+        """Whether the model's head for drafts computes the rows. It computes all rows of a step, or none."""
+        return self.rows[0].head_start >= 0
+
+    @property
+    def head_context_lens(self) -> list[int]:
+        """Lengths of the contexts of the `padded` rows in the layers of the model's head."""
+        return [context - row.head_start for context, row in zip(self.context_lens, self.rows, strict=False)
+                ] + self.context_lens[len(self.rows) :]
+
 
 class Staged:
     """Inputs of a step on the host. parts: in the order of their rows."""
@@ -103,9 +117,9 @@ class Staged:
         return _view(self._device, begin, _DTYPES[values.dtype], values.shape)
 
     def put_tables(self, tables: Array, to: Tensor) -> None:
-        """Append tables [R, W] int32, to be copied to to[:R, :W]; columns beyond W are not transferred."""
-        rows, width = tables.shape
-        self._tables = to[:rows, :width], self.put(tables)
+        """Append tables [N, R, W] int32, to be copied to to[:N, :R, :W]; columns beyond W are not transferred."""
+        number, rows, width = tables.shape
+        self._tables = to[:number, :rows, :width], self.put(tables)
 
     def seal(self) -> None:
         """Prepare the copies, so that this is done before the device waits for them. Nothing may be appended after."""
@@ -164,8 +178,9 @@ class BatchBuffers:
         if num_slots:
             sections["state_slots"] = (rows, torch.int64)
         self._has_mtp = has_mtp
+        self._context_names = ("contexts", "head_contexts") if has_mtp else ("contexts",)
         if has_mtp:
-            sections["next_ids"] = (tokens, torch.int64)
+            sections |= {"next_ids": (tokens, torch.int64), "head_contexts": (rows, torch.int32)}
         self._vocabulary = vocabulary if backend.capabilities.sampler_filters else 0
         if self._vocabulary:
             sections |= {"penalty_slots": (max_samples, torch.int64), "top_k": (max_samples, torch.int32),
@@ -175,8 +190,8 @@ class BatchBuffers:
         if self.drafting:
             sections |= self.drafting.sections
         self._fixed = sum(_aligned(n * dtype.itemsize) for n, dtype in sections.values())
-        # Block tables on the device; the uploaded ones are narrower and are copied into it.
-        self._tables = backend.empty((rows, max_blocks), torch.int32).fill_(self._padding)
+        # Block tables on the device, and those of the head; the uploaded ones are narrower and are copied into it.
+        self._tables = backend.empty((1 + has_mtp, rows, max_blocks), torch.int32).fill_(self._padding)
         parameters = (rows + max_drafts) * _PARAMETER_BYTES + _MAX_PARAMETER_ARRAYS * _ALIGNMENT
         prompt_ids = tokens * torch.int64.itemsize + rows * _ALIGNMENT  # of prompt_logprobs, an array for each row
         nbytes = self._fixed + self._tables.nbytes + parameters + prompt_ids
@@ -249,10 +264,10 @@ class BatchBuffers:
         assert self.drafting is not None
         if is_decode:
             lengths = [([2 + token] * samples, list(range(samples + 1))) for token in range(following)]
-            return self.drafting.sampled(self._on, self._tables, samples, samples, lengths)
+            return self.drafting.sampled(self._on, self._tables[-1], samples, samples, lengths)
         attention = self.tokens(samples).attention
         lengths = [(attention.host_context_lens, attention.host_cu_seqlens_q)] * following
-        return self.drafting.sampled(self._on, self._tables, samples, len(attention.context_lens), lengths)
+        return self.drafting.sampled(self._on, self._tables[-1], samples, len(attention.context_lens), lengths)
 
     def fill_samples(self, part: Part, samples: int, following: int, *, is_decode: bool) -> Sequence[RowLengths]:
         """Write the samples of a part, the only one of the step that was filled last, for `sampled_tokens`.
@@ -268,20 +283,21 @@ class BatchBuffers:
         """Return what `fill_samples` wrote, which returned `lengths`, for kernels that are called one by one."""
         assert self.drafting is not None
         rows = len(lengths[0][0]) if lengths else 0
-        return self.drafting.sampled(self._on, self._tables, samples, rows, lengths)
+        return self.drafting.sampled(self._on, self._tables[-1], samples, rows, lengths)
 
     def batch(self, part: Part) -> Batch:
         """Return the batch of a part without padding."""
         rows = len(part.rows)
         index = int(part.first > 0)
+        head_context_lens = part.head_context_lens[:rows] if self._has_mtp else None
         return self._batch(
             part.first, part.tokens, rows, len(part.samples), part.cu_seqlens[: rows + 1], part.context_lens[:rows],
-            index)
+            index, head_context_lens)
 
     def clear(self) -> None:
         """Make the batch of `tokens` consist of tokens that belong to no row on the device, or of padding."""
         of_drafts = ("following_contexts", "following_ends") if self.drafting else ()
-        for name in ("contexts", "cu_seqlens", *of_drafts):
+        for name in (*self._context_names, "cu_seqlens", *of_drafts):
             self._on[name].zero_()
         if self._host_lengths:
             self._on["sample_tokens"].zero_()
@@ -310,11 +326,13 @@ class BatchBuffers:
             more = largest - rows
             part.cu_seqlens[rows + 1 :] = [tokens] * more
             part.context_lens[rows:] = [tokens - part.tokens, *[0] * (more - 1)]
-            arrays["contexts"][rows:largest] = part.context_lens[rows:]
+            for name in self._context_names:
+                arrays[name][rows:largest] = part.context_lens[rows:]
             arrays["cu_seqlens"][rows + 1 : largest + 1] = tokens
             return
         arrays["slots"][beyond] = -1
-        arrays["contexts"][rows:largest] = 0
+        for name in self._context_names:
+            arrays[name][rows:largest] = 0
         arrays["cu_seqlens"][rows + 1 : largest + 1] = part.tokens
 
     def fill(self, parts: Sequence[tuple[Sequence[Row], int]], sampled: Mapping[int, int] = {}) -> Staged:
@@ -340,8 +358,21 @@ class BatchBuffers:
             staged.parts.append(part)
             first = first + part.padded
             width = max(width, blocks)
-        staged.put_tables(self._table[:first, :width], self._tables)
+        tables = self._table[None, :first, :width]
+        if self._has_mtp and staged.parts[0].has_head:
+            tables = np.concatenate((tables, self._head_tables(staged.parts, width)))
+        staged.put_tables(tables, self._tables)
         return staged
+
+    def _head_tables(self, parts: Sequence[Part], width: int) -> Array:
+        """Return the tables [1, R, W] of the rows of a step from the first blocks on that the head reads."""
+        tables = self._table[: parts[-1].first + parts[-1].padded, :width].copy()
+        for part in parts:
+            for place, row in enumerate(part.rows, part.first):
+                if begin := row.head_start // self._block_size:
+                    tables[place, : width - begin] = self._table[place, begin:width]
+        result: Array = tables[None]
+        return result
 
     def _fill(
         self, arrays: dict[str, Array], rows: Sequence[Row], size: int, first: int, sampled: Mapping[int, int]
@@ -379,6 +410,9 @@ class BatchBuffers:
         if self._num_slots:
             arrays["state_slots"][first : first + count] = [row.state_slot for row in rows]
         arrays["contexts"][first : first + count] = contexts
+        if self._has_mtp:
+            arrays["head_contexts"][first : first + count] = [
+                context - max(0, row.head_start) for context, row in zip(contexts, rows, strict=True)]
         cu_seqlens = arrays["cu_seqlens"][first + (first > 0) :]
         cu_seqlens[: count + 1] = [0, *ends]
         last = [index for row, end in zip(rows, ends, strict=True) for index in range(end - row.samples, end)]
@@ -426,7 +460,8 @@ class BatchBuffers:
         arrays["slots"][rows] = self._padding_slots[: end - begin]
         if self._num_slots:
             arrays["state_slots"][rows] = self._num_slots
-        arrays["contexts"][rows] = 1
+        for name in self._context_names:
+            arrays[name][rows] = 1
         arrays["sample_tokens"][rows] = np.arange(begin, end)
         arrays["cu_seqlens"][rows.start + (first > 0) + 1 : rows.stop + (first > 0) + 1] = np.arange(begin + 1, end + 1)
         self._table[rows, 0] = self._padding
@@ -434,25 +469,33 @@ class BatchBuffers:
 
     def _batch(
         self, first: int, tokens: int, rows: int, samples: int, cu_seqlens: list[int], context_lens: list[int],
-        index: int,
+        index: int, head_context_lens: list[int] | None = None,
     ) -> Batch:
-        """Return a part's batch. index: number of the part. A part has one more number in cu_seqlens than rows."""
+        """Return a part's batch. index: number of the part. A part has one more number in cu_seqlens than rows.
+
+        head_context_lens: in the layers of a head; None for `context_lens`.
+        """
         on = self._on
         here = slice(first, first + tokens)
+        ends = on["cu_seqlens"][first + index : first + index + rows + 1]
+        head = AttentionMetadata(
+            self._tables[-1, first : first + rows], on["head_contexts"][first : first + rows], ends,
+            head_context_lens or context_lens, cu_seqlens) if self._has_mtp else None
         return Batch(
             ids=on["ids"][here],
             positions=on["positions"][here],
             slot_mapping=on["slots"][here],
             attention=AttentionMetadata(
-                block_tables=self._tables[first : first + rows],
+                block_tables=self._tables[0, first : first + rows],
                 context_lens=on["contexts"][first : first + rows],
-                cu_seqlens_q=on["cu_seqlens"][first + index : first + index + rows + 1],
+                cu_seqlens_q=ends,
                 host_context_lens=context_lens,
                 host_cu_seqlens_q=cu_seqlens,
             ),
             state_slots=on["state_slots"][first : first + rows] if self._num_slots else None,
             sample_tokens=on["sample_tokens"][first : first + samples],
             next_ids=on["next_ids"][here] if self._has_mtp else None,
+            head=head,
         )
 
 

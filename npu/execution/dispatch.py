@@ -42,17 +42,17 @@ class CapturableSteps:
 
     max_samples: tokens that the largest step samples.
     predictor: drafts tokens by captured steps of its own; None for none.
-    max_depth: most tokens that it drafts after a sample.
+    depths: numbers of tokens that it drafts after a sample, ascending; empty without a predictor.
     """
 
     def __init__(
         self, forward: Forward, buffers: BatchBuffers, max_samples: int, predictor: Predictor | None = None,
-        max_depth: int = 0,
+        depths: Sequence[int] = (),
     ):
         self._forward = forward
         self._buffers = buffers
         self._predictor = predictor
-        self.depths = range(max_depth + 1) if predictor else range(0)
+        self.depths = depths
         self.chosen = min(max_samples, MAX_CHOSEN)
         """Tokens that a step of any rows chooses: those of the rows, and padding."""
 
@@ -428,11 +428,10 @@ class Dispatch:
         assert self._buffers.drafting is not None
         most_samples = self._buffers.drafting.most_samples
         samples = len(part.samples)
-        depth = max(row.predicts for row in part.rows)
-        if part.first or samples > most_samples:
-            depth = 0
-        if depth not in self._steps.depths:
-            raise ValueError(f"{depth} drafts after a row, where at most {self._steps.depths[-1]} are possible")
+        wanted = 0 if part.first or samples > most_samples else max(row.predicts for row in part.rows)
+        depth = next((depth for depth in self._steps.depths if depth >= wanted), None)
+        if depth is None:
+            raise ValueError(f"{wanted} drafts after a row, where at most {self._steps.depths[-1]} are possible")
         graphs: Captured | None = None
         takes_decodes = selection is not None and not selection.takes_chunks
         if selection is not None:

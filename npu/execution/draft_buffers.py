@@ -131,8 +131,9 @@ class DraftBuffers:
             self._by_token(arrays, "following_positions")[token, : len(places)] = np.maximum(positions, 0)
             self._by_token(arrays, "following_slots")[token, :samples] = self._following_slots(
                 table, places, positions, samples)
-            contexts_after = [min(context + 1 + token, limit)
-                              for context, limit in zip(contexts, limits, strict=False)] + contexts[len(step_rows) :]
+            contexts_after = [min(context + 1 + token, max(0, limit - row.head_start))
+                              for context, limit, row in zip(contexts, limits, step_rows, strict=False)
+                              ] + contexts[len(step_rows) :]
             self._by_token(arrays, "following_contexts")[token, :rows] = contexts_after
             result.append((contexts_after, starts))
         return result
@@ -152,7 +153,7 @@ class DraftBuffers:
     def _row_lengths(
         self, step_rows: Sequence[Row], samples: int, rows: int, *, pads_rows: bool
     ) -> tuple[list[int], list[int]]:
-        """Return the cumulative samples of `rows` rows from 0 on, and the positions that each has computed."""
+        """Return the cumulative samples of `rows` rows from 0 on, and the positions of each that are read."""
         num_padding_rows = rows - len(step_rows)
         num_padding = samples - sum(row.samples for row in step_rows)
         padding = [0] * num_padding_rows
@@ -160,7 +161,7 @@ class DraftBuffers:
             padding = [1] * num_padding_rows
         elif self._has_padding and num_padding:
             padding[0] = num_padding
-        contexts = [row.start + len(row.token_ids) if row.samples else 0 for row in step_rows]
+        contexts = [row.start + len(row.token_ids) - row.head_start if row.samples else 0 for row in step_rows]
         return [0, *accumulate([row.samples for row in step_rows] + padding)], contexts + padding
 
     def _following_slots(self, table: Array, places: Array, positions: Array, samples: int) -> Array:

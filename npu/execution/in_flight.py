@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
@@ -16,11 +16,12 @@ from torch.profiler import record_function
 from npuserve.kernels.registry import HostSpan, Span, Timings
 from npuserve.npu.backends.base import Event, Pending
 from npuserve.npu.execution.batch import Part
-from npuserve.npu.execution.dispatch import Drafting, Selection
+from npuserve.npu.execution.dispatch import Selection
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
-from npuserve.npu.execution.predictor import DraftedRows, Drafts
+from npuserve.npu.execution.predictor import Drafts
 from npuserve.npu.execution.sampler import Logprobs, Plan, Put
+from npuserve.npu.execution.step_drafting import PlannedDrafts
 from npuserve.npu.step import LostStep, NewRequest, Phase, Row, Step, StepResult, num_right
 
 MISSING = -1
@@ -60,8 +61,8 @@ class Work:
     first: index of its first token among the tokens that the step samples.
     selection: the captured step that computes it; None for kernel by kernel, or if the host does.
     pooled: None if no row pools.
-    drafted: None if no tokens are drafted after its rows, or if they are drafted after each sample.
-    drafting: None if no tokens are drafted after each sample.
+    drafts: drafting after it; None if nothing drafts.
+    times_drafts: the time of drafting is measured.
     """
 
     part: Part
@@ -70,8 +71,8 @@ class Work:
     selection: Selection | None
     prompt: list[PromptRows]
     pooled: PooledRows | None = None
-    drafted: DraftedRows | None = None
-    drafting: Drafting | None = None
+    drafts: PlannedDrafts | None = None
+    times_drafts: bool = False
 
     @property
     def needs_all_hidden(self) -> bool:
@@ -97,6 +98,7 @@ class StepOutput:
     prompt: reports of prompt tokens by request, in the order of their positions.
     pooled: hidden states [n, H] float32 with their requests.
     drafted: drafts by depth, the first ones of a part before the second ones.
+    head_spans: device times of drafting; empty if it is not timed.
 
     Reports, drafts and hidden states are on the host once `fetched` is complete. The other fields are as in
     `StepResult`.
@@ -108,6 +110,7 @@ class StepOutput:
     prompt: list[tuple[int, Logprobs]] = field(default_factory=list)
     pooled: list[tuple[list[int], Tensor]] = field(default_factory=list)
     drafted: list[Drafts] = field(default_factory=list)
+    head_spans: list[Span] = field(default_factory=list)
     captured: bool = False
     captured_decodes: int = 0
     decoder_decodes: int = 0
@@ -125,6 +128,8 @@ class StepOutput:
         result = StepResult(
             {}, {}, {}, sum(s.read() for s in self.spans),
             self.captured, self.captured_decodes, self.decoder_decodes, bool(self.timings))
+        if self.head_spans:
+            result = replace(result, head_seconds=sum(span.read() for span in self.head_spans))
         for request_id, token_id in zip(launched.requests, ids, strict=True):
             result.token_ids.setdefault(request_id, []).append(token_id)
         for requests, logprobs in self.reports:

@@ -73,7 +73,8 @@ def load_runner(
     backend, emulate: see `select`.
     threads, state_dtype, decode_buckets, int8_levels, capture (capture_mode), capture_chunks: see `DeviceSettings`.
     prefill_device, lm_head_dtype, task, mtp: see `select_prefill`, `ModelConfig`, `read_pooling` and `possible_mtp`.
-    kernel_sampling, observe, max_drafts, draft_depth, kv_offload_memory: see `Runner`.
+    kernel_sampling, observe, max_drafts, kv_offload_memory: see `Runner`.
+    draft_depth: most tokens that are drafted after a row. With `mtp` "auto" any smaller number may be.
     progress: called with (bytes done, total bytes) while the weights are read; None shows progress on stderr.
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
         group has its own.
@@ -124,7 +125,8 @@ def load_runner(
     build = partial(
         Runner, device, weights, config, block_size=plan.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, ranks=ranks,
-        max_drafts=max_drafts, draft=drafting, draft_depth=draft_depth, capture_chunks=not obstacle)
+        max_drafts=max_drafts, draft=drafting, capture_chunks=not obstacle,
+        draft_depths=range(draft_depth + 1) if mtp == "auto" and not drafting else (0, draft_depth))
     if measures:
         length = max_model_len or config.context_length
         measured = _measured(device, config, weights, build, plan, length, max_num_batched_tokens)

@@ -13,7 +13,8 @@ position p is the model's hidden state there and the token at p + 1; its output 
                                 m' ──► draft 2, from m and draft 1
 
 1. `forward` computes all tokens of a step, so that the head has keys and values wherever the model has them: of
-   prompts, in blocks of the prefix cache, and after a preemption. Sampled ids are read on the device.
+   prompts, in blocks of the prefix cache, and after a preemption. Sampled ids are read on the device. Steps of a head
+   that does not pay leave it out; later ones read its keys behind these positions alone (`Row.head_start`).
 2. The output after the last right draft predicts the first new one.
 3. Further drafts take the head's own output in place of the model's.
 
@@ -149,11 +150,20 @@ class Predictor(ABC):
         return replace(
             batch, ids=ids, positions=following.positions, slot_mapping=slots, attention=following.attention)
 
-    def _following(self, batch: Batch, rows: Tensor, positions: Tensor, ids: Tensor) -> Batch:
-        """Return the batch of one token at `positions` of each of `rows`."""
+    def _following(
+        self, batch: Batch, rows: Tensor, positions: Tensor, ids: Tensor, keys: AttentionMetadata | None = None
+    ) -> Batch:
+        """Return the batch of one token at `positions` of each of `rows`.
+
+        keys: whose tables and contexts attention reads, if other than those of the batch.
+        """
         tables = batch.attention.block_tables[rows]
         blocks = tables.gather(1, (positions // self._block_size)[:, None]).flatten().to(torch.int64)
-        context_lens = (positions + 1).to(torch.int32)
+        context_lens = positions + 1
+        if keys is not None:
+            tables = keys.block_tables[rows]
+            context_lens = context_lens - (batch.attention.context_lens - keys.context_lens)[rows]
+        context_lens = context_lens.to(torch.int32)
         count = len(rows)
         attention = AttentionMetadata(
             tables, context_lens, torch.arange(count + 1, dtype=torch.int32, device=rows.device),
@@ -167,9 +177,9 @@ class MtpHead(Predictor):
 
     def __init__(
         self, model: Model, store: StateStore, block_size: int, last: Tensor, ids: Tensor, weights: MtpWeights,
-        hidden: Tensor,
+        hidden: Tensor | None,
     ) -> None:
-        """hidden: [T, H], memory for the hidden states of a step."""
+        """hidden: [T, H], memory for the hidden states of a step; None if `keep` is not called."""
         super().__init__(model, store, block_size, last, ids)
         self._weights = weights
         self._hidden = hidden
@@ -179,12 +189,14 @@ class MtpHead(Predictor):
         return max(0, depth - 1)
 
     def keep(self, ids: Tensor, hidden: Tensor) -> None:
+        assert self._hidden is not None
         self._hidden[: len(hidden)].copy_(hidden)
 
     def draft_all(self, batch: Batch, sampled: SampledTokens, depth: int) -> Tensor:
         assert batch.next_ids is not None
+        assert self._hidden is not None
         next_ids = self._model.kernels.take_ids(batch.next_ids, self._last)
-        outputs = self.forward(batch, self._hidden[: len(next_ids)], next_ids)
+        outputs = self.forward(_of_head(batch), self._hidden[: len(next_ids)], next_ids)
         if not depth:
             return outputs
         outputs = outputs.index_select(0, sampled.tokens)
@@ -202,7 +214,8 @@ class MtpHead(Predictor):
 
     def draft(self, batch: Batch, hidden: Tensor, drafted: DraftedRows | None) -> list[Drafts]:
         assert batch.next_ids is not None
-        outputs = self.forward(batch, hidden, self._model.kernels.take_ids(batch.next_ids, self._last))
+        next_ids = self._model.kernels.take_ids(batch.next_ids, self._last)
+        outputs = self.forward(_of_head(batch), hidden, next_ids)
         if drafted is None:
             return []
         tokens = drafted.tokens.gather(1, self._num_right(drafted)).flatten()
@@ -213,7 +226,7 @@ class MtpHead(Predictor):
             if result:
                 positions = positions[:count] + 1
                 ids = result[-1].ids[:count]
-                following = self._following(batch, drafted.rows[:count], positions, ids)
+                following = self._following(batch, drafted.rows[:count], positions, ids, batch.head)
                 outputs = self.forward(following, outputs[:count], ids)
             result.append(self._choose(drafted.requests[:count], outputs))
         return result
@@ -221,6 +234,7 @@ class MtpHead(Predictor):
     def forward(self, batch: Batch, hidden: Tensor, next_ids: Tensor) -> Tensor:
         """Return the head's output [T, H] after its final norm; write its keys and values.
 
+        batch: with the attention of the head.
         hidden: [T, H] of the model, or of an earlier `forward`. next_ids: [T] int64, token after each position.
         """
         k = self._model.kernels
@@ -236,9 +250,9 @@ class DraftModel(Predictor):
     """Smaller model with the same vocabulary."""
 
     def __init__(
-        self, model: Model, store: StateStore, block_size: int, last: Tensor, ids: Tensor, tokens: Tensor
+        self, model: Model, store: StateStore, block_size: int, last: Tensor, ids: Tensor, tokens: Tensor | None
     ) -> None:
-        """tokens: [T] int64, memory for the ids of a step."""
+        """tokens: [T] int64, memory for the ids of a step; None if `keep` is not called."""
         super().__init__(model, store, block_size, last, ids)
         self._tokens = tokens
 
@@ -247,9 +261,11 @@ class DraftModel(Predictor):
         return depth
 
     def keep(self, ids: Tensor, hidden: Tensor) -> None:
+        assert self._tokens is not None
         self._tokens[: len(ids)].copy_(ids)
 
     def draft_all(self, batch: Batch, sampled: SampledTokens, depth: int) -> Tensor:
+        assert self._tokens is not None
         kept = replace(batch, ids=self._tokens[: len(batch.positions)])
         outputs = self._model.hidden(kept, self.store)
         if not depth:
@@ -279,6 +295,12 @@ class DraftModel(Predictor):
             result.append(self._choose(drafted.requests[:count], self._model.hidden(following, self.store)))
             ids = result[-1].ids
         return result
+
+
+def _of_head(batch: Batch) -> Batch:
+    """Return a batch with the attention of a head."""
+    assert batch.head is not None
+    return replace(batch, attention=batch.head)
 
 
 def drafted_rows(part: Part, first: int, put: Put) -> DraftedRows | None:

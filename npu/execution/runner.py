@@ -23,7 +23,7 @@ The rest of a step is queued later if it needs results of the host (`WaitingStep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -58,14 +58,18 @@ from npuserve.npu.execution.in_flight import (
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
 from npuserve.npu.execution.page_population import PagePopulation
-from npuserve.npu.execution.predictor import DraftModel, Drafts, MtpHead, Predictor, drafted_rows
+from npuserve.npu.execution.predictor import DraftModel, Drafts, MtpHead, Predictor
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
+from npuserve.npu.execution.step_drafting import RowDrafting, SampleDrafting, StepDrafting
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Counts
 from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
+
+DRAFTING_SPAN_STEPS = 8
+"""One of so many steps is timed while it drafts, on a device where a span is further calls of its runtime."""
 
 
 class Runner:
@@ -87,7 +91,8 @@ class Runner:
     recording: record of the steps that are launched now, for a profile; None for none.
     kv_offload_memory: most bytes of host memory for evicted blocks and states; 0 for none.
     draft: weights of a smaller model that drafts tokens, for `ModelConfig.draft`; None for none.
-    draft_depth: most tokens that are drafted after a row where steps are captured as graphs; any number elsewhere.
+    draft_depths: numbers of tokens that can be drafted after a row where steps are captured as graphs, 0 among them;
+        another number is rounded up. Any number can be elsewhere.
     capture_chunks: steps of any rows are captured where steps are (`load.chunk_obstacle`).
     host_blocks: the blocks and states in host memory; None for none.
     max_drafted_samples: most samples of a step that drafts tokens; None for any number.
@@ -117,7 +122,7 @@ class Runner:
         num_slots: int = 0,
         max_drafts: int = 0,
         draft: ModelWeights | None = None,
-        draft_depth: int = 0,
+        draft_depths: Sequence[int] = (0,),
         capture_chunks: bool = True,
         kv_offload_memory: int = 0,
     ):
@@ -157,27 +162,27 @@ class Runner:
         self._store = StateStore.allocate(
             config, num_blocks, block_size, self.cache_dtype, backend, num_slots, model_dtype=dtype)
         self.predicts = weights.mtp is not None or draft is not None
-        self._drafts_all = self.predicts and can.padding_blocks > 0
-        depth = draft_depth if self._drafts_all else 0
+        depths = sorted(draft_depths) if self.predicts and can.padding_blocks else []
+        depth = max(depths, default=0)
         # Ids sampled by the last step, and drafts after each.
         self._sampled_ids = backend.empty((1 + depth, samples), torch.int64).zero_()
         self._last = self._sampled_ids[0]
         self._ids = [backend.host_buffer((1 + depth) * samples, dtype=torch.int64) for _ in range(2)]
-        self._predictor = self._build_predictor(model, draft, num_blocks, max_num_batched_tokens)
+        predictor = self._build_predictor(model, draft, num_blocks, max_num_batched_tokens if depths else 0)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(samples, config.vocab_size, backend)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
             num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts,
             has_mtp=weights.mtp is not None,
-            following=self._predictor.num_following(depth) if self._predictor and self._drafts_all else None)
+            following=predictor.num_following(depth) if predictor and depths else None)
         most_samples = self._buffers.drafting.most_samples if self._buffers.drafting else samples
         self.max_drafted_samples = most_samples if most_samples < samples else None
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
             max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
-        stores = [self._store, *([self._predictor.store] if self._predictor else [])]
-        paged = [tensor for store in stores for tensor in store.paged_tensors]
+        self._stores = [self._store, *([predictor.store] if predictor else [])]
+        paged = [tensor for store in self._stores for tensor in store.paged_tensors]
         longest = -(-max_model_len // block_size)
         self.host_blocks = (HostBlocks(backend, paged, kv_offload_memory, self._store.fixed, num_early=longest)
                             if kv_offload_memory else None)
@@ -186,15 +191,20 @@ class Runner:
             memory += [(prefill[0].memory, tensor) for tensor in self._prefill.tensors]
         self._pages = PagePopulation(memory)
         self._pages.map_first()
-        predictor = self._predictor if self._drafts_all else None
-        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last, predictor)
+        captured = predictor if depths else None
+        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last, captured)
         # Collectives by torch.distributed cannot be recorded on the CPU.
         is_recordable = ranks.size == 1 or not can.shares_memory or ranks.region is not None
-        self._capturable = CapturableSteps(self._forward, self._buffers, samples, predictor, depth)
+        self._capturable = CapturableSteps(self._forward, self._buffers, samples, captured, depths)
         self._dispatch = Dispatch(
             backend, self._buffers, self._capturable, rows,
             capture_mode=backend.settings.capture_mode if is_recordable else "off",
             capture_chunks=capture_chunks, may_drop=ranks.size == 1)
+        self._drafting: StepDrafting | None = None
+        if predictor is not None and depths:
+            self._drafting = SampleDrafting(predictor, self._buffers, self._dispatch)
+        elif predictor is not None:
+            self._drafting = RowDrafting(predictor, self._buffers)
         # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
         self.min_forced = 0 if prefill else self._dispatch.min_forced
         self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
@@ -236,17 +246,16 @@ class Runner:
     @property
     def _cached(self) -> list[Tensor]:
         """Tensors of the KV cache and of the fixed state, those of the head for drafts among them."""
-        return [*self._store.tensors, *(self._predictor.store.tensors if self._predictor else ())]
+        return [tensor for store in self._stores for tensor in store.tensors]
 
     def _build_predictor(
-        self, model: Model, draft: ModelWeights | None, num_blocks: int, max_tokens: int
+        self, model: Model, draft: ModelWeights | None, num_blocks: int, kept_tokens: int
     ) -> Predictor | None:
         """Return what drafts tokens; None if nothing does.
 
         draft: weights of a smaller model.
-        max_tokens: tokens of the largest step.
+        kept_tokens: most tokens of a step of which `Predictor.keep` keeps something; 0 if it is not called.
         """
-        tokens = max_tokens if self._drafts_all else 1  # memory of `keep`, which nothing calls then
         drafts = self._sampled_ids[1:]
         dtype = model.weights.dtype
 
@@ -256,14 +265,16 @@ class Runner:
 
         if (config := self.config.draft) is not None and draft is not None:
             smaller = Model.of(config, draft, self.max_model_len, self._kernels, self.backend, model.ranks)
-            kept_ids = self.backend.empty((tokens,), torch.int64).zero_()
+            kept_ids = self.backend.empty((kept_tokens,), torch.int64).zero_() if kept_tokens else None
             return DraftModel(smaller, store(config), self.block_size, self._last, drafts, kept_ids)
         head = model.weights.mtp
         tables = model.weights.predictor
         if (config := self.config.predictor) is None or head is None or tables is None:
             return None
         layers = replace(model, config=config, weights=tables)
-        kept_hidden = self.backend.empty((tokens, config.hidden_size), dtype).zero_()
+        kept_hidden = None
+        if kept_tokens:
+            kept_hidden = self.backend.empty((kept_tokens, config.hidden_size), dtype).zero_()
         return MtpHead(layers, store(config), self.block_size, self._last, drafts, head, kept_hidden)
 
     @torch.inference_mode()
@@ -324,7 +335,7 @@ class Runner:
         phase = step.phase if timed else None
         self._steps += 1
         self._pages.steps_in_flight += 1
-        depth = max(work.drafting.depth if work.drafting else 0 for work in works)
+        depth = max(work.drafts.depth if work.drafts else 0 for work in works)
         ids = self._ids[self._steps % 2][: (1 + depth) * len(requests)].fill_(MISSING)
         launched = LaunchedStep(requests, ids.view(1 + depth, len(requests)))
         launched.predicting = predicting_rows(staged.parts[0].rows) if depth else []
@@ -432,14 +443,16 @@ class Runner:
         plan = self._sampler.plan(part.samples, staged.put, frozenset(part.constrained), inputs, drafts)
         prompt = prompt_rows(part, self._prompts, staged.put) if self._prompts else []
         pooled = pooled_rows(part, staged.put)
-        drafted = drafted_rows(part, first, staged.put) if self.predicts and not self._drafts_all else None
         if is_on_host:
             return Work(part, first, plan, None, prompt, pooled)
         argmax = isinstance(plan, ArgmaxPlan) and not is_constrained
         filters = plan.filters if isinstance(plan, FixedPlan) else None
         selection = self._dispatch.select(part, argmax=argmax, filters=filters)
-        drafting = self._dispatch.drafting(part, selection, is_timed=is_timed) if self._drafts_all else None
-        return Work(part, first, plan, selection, prompt, pooled, drafted, drafting)
+        planned = None
+        if self._drafting is not None:
+            planned = self._drafting.plan(part, first, selection, staged.put, is_timed=is_timed)
+        times_drafts = self.backend.capabilities.shares_memory or self._steps % DRAFTING_SPAN_STEPS == 0
+        return Work(part, first, plan, selection, prompt, pooled, planned, times_drafts)
 
     # Work in the device's queue
 
@@ -516,8 +529,8 @@ class Runner:
         selection = work.selection
         if isinstance(work.plan, FixedPlan):
             self._sampler.prepare(work.plan)
-        if self._predictor is not None and not self._drafts_all:
-            self._predictor.prepare(self._buffers.batch(part))
+        if self._drafting is not None:
+            self._drafting.prepare(part)
         hidden = replay(selection.captured, part, timings) if selection else None
         if hidden is None or selection is None:
             return self._forward.hidden(self._dispatch.batch(part, selection))[: part.tokens]
@@ -542,17 +555,14 @@ class Runner:
         self._predict(work, hidden, output)
 
     def _predict(self, work: Work, hidden: Tensor, output: StepOutput) -> None:
-        """Draft tokens after a part whose sampled ids are in `_last`, if anything drafts."""
-        if self._predictor is None:
+        """Draft tokens after a part whose sampled ids are in `_last`, if that was planned."""
+        if work.drafts is None:
             return
-        if (drafting := work.drafting) is None:
-            output.drafted += self._predictor.draft(self._buffers.batch(work.part), hidden, work.drafted)
-        elif drafting.captured is not None:
-            part = work.part
-            drafting.captured.replay(part.tokens, part.context_lens, part.cu_seqlens, drafting.lengths)
-        else:
-            sampled = self._buffers.samples_of(drafting.lengths, drafting.samples)
-            self._predictor.draft_all(self._dispatch.batch(work.part, work.selection), sampled, drafting.depth)
+        span = self.backend.span() if work.times_drafts else None
+        output.drafted += work.drafts.queue(hidden)
+        if span is not None:
+            span.stop()
+            output.head_spans.append(span)
 
     def _choose(self, work: Work, hidden: Tensor, output: StepOutput, waiting: WaitingStep | None) -> None:
         part = work.part

@@ -39,6 +39,7 @@ class _StepInFlight(NamedTuple):
     is_pure: it computes decode rows and drafts alone.
     is_overlapped: it was planned while another was in flight, or has no drafts where none can be.
     is_continued: it was planned as soon as the step before was applied.
+    head_depth: number of tokens that a head drafts after each row; None if it is not computed.
     """
 
     rows: int
@@ -47,6 +48,7 @@ class _StepInFlight(NamedTuple):
     is_pure: bool
     is_overlapped: bool
     is_continued: bool
+    head_depth: int | None
 
 
 class Drafting:
@@ -91,6 +93,7 @@ class Drafting:
         self._accepted_before = 0  # drafts that the steps before had accepted
         self._last_applied = 0.0
         self._was_busy = False  # requests ran when the last step was applied
+        self._head_depth: int | None = 0  # of the step that is being planned
 
     @property
     def drafted(self) -> int:
@@ -131,9 +134,19 @@ class Drafting:
             return True
         return self.speculator.waits and any(sequence.drafter is not None for sequence in running)
 
-    def predicts(self) -> int:
-        """Return the number of tokens that a head or a smaller model drafts after each row of the next step."""
-        return self.speculator.predicts() if self.speculator is not None else 0
+    @property
+    def can_stop_head(self) -> bool:
+        """Whether some steps are computed without the model's head."""
+        return self.speculator is not None and self.speculator.can_stop_head
+
+    def plan_head(self, *, may_draft: bool) -> int | None:
+        """Return the number of tokens that a head or a smaller model drafts after each row of the next step.
+
+        None: the head is not computed. may_draft: False for no drafts.
+        """
+        depth = self.speculator.head_depth() if self.speculator is not None else 0
+        self._head_depth = depth if may_draft or depth is None else 0
+        return self._head_depth
 
     def choose(
         self, running: Ordered[Sequence], budget: int, *, is_beside_prompts: bool = False
@@ -155,7 +168,7 @@ class Drafting:
             self._kinds.clear()
             for sequence, count in zip(sequences, counts, strict=True):
                 assert sequence.drafter is not None
-                kind, tokens = sequence.drafter.drafts(count)
+                kind, tokens = sequence.drafter.drafts(count, has_head=self.speculator.has_head)
                 if tokens:
                     drafts[sequence.id] = tokens
                     self._kinds[sequence.id] = kind
@@ -170,7 +183,7 @@ class Drafting:
         self._steps.append(_StepInFlight(
             len(step.rows), drafts, step.num_tokens, all(map(self._is_decode, step.rows)),
             is_overlapped=bool(self._steps) if self._overlaps else not drafts,
-            is_continued=bool(self._steps) or self._was_busy))
+            is_continued=bool(self._steps) or self._was_busy, head_depth=self._head_depth))
 
     def extend(
         self, sequence: Sequence, token_ids: Ordered[int], num_drafts: int = 0, *, is_forced: bool = False
@@ -206,11 +219,13 @@ class Drafting:
             sequence.drafter.replace_predicted(drafts)
 
     def step_applied(
-        self, running: Ordered[Sequence], budget: int, now: float, *, is_beside_prompts: bool = False
+        self, running: Ordered[Sequence], budget: int, now: float, *, is_beside_prompts: bool = False,
+        head_seconds: float | None = None,
     ) -> None:
         """Record that the oldest step in flight was applied.
 
         running, budget, is_beside_prompts: as for `choose`, of the next step.
+        head_seconds: see StepResult.
         """
         if self.speculator is None:
             return
@@ -219,11 +234,11 @@ class Drafting:
         if step.is_continued and seconds > 0.0 and step.is_pure:
             self.speculator.step_applied(
                 StepTokens(step.rows, step.tokens, step.drafts), self._tokens, seconds,
-                is_overlapped=step.is_overlapped)
+                is_overlapped=step.is_overlapped, depth=step.head_depth, head_seconds=head_seconds)
         elif step.is_continued and seconds > 0.0:
             accepted = self.accepted - self._accepted_before
             self.speculator.mixed_step_applied(
-                StepTokens(step.rows, step.tokens, step.drafts), accepted, seconds)
+                StepTokens(step.rows, step.tokens, step.drafts), accepted, seconds, head_seconds=head_seconds)
         if self._steps and running:
             began = self._clock()
             candidates, _, load = self._candidates(running)

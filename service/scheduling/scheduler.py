@@ -41,6 +41,7 @@ from npuserve.service.scheduling.block_manager import BlockManager, IntegrityErr
 from npuserve.service.scheduling.deadlines import Deadlines, DroppedRequest
 from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.fair_queue import FairQueue, start
+from npuserve.service.scheduling.head_contexts import HeadContexts
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.latency_estimator import LatencyEstimator
 from npuserve.service.scheduling.load_waits import LoadWaits
@@ -115,6 +116,7 @@ class Scheduler:
         self.tier = tier
         self.slots = slots
         self.drafting = drafting or Drafting()
+        self._heads = HeadContexts(blocks.block_size) if self.drafting.can_stop_head else None
         self.preemptions = 0
         self.forced_tokens = 0
         self.quarantine = Quarantine()
@@ -267,8 +269,11 @@ class Scheduler:
             leaving = self._secure_blocks(leaving)
         if leaving:
             running = [sequence for sequence in running if sequence not in leaving]
-        predicts = 0 if self.quarantine else self.drafting.predicts()
-        plan = StepBuilder(self._max_num_batched_tokens, self.blocks.block_size, self.slots, predicts)
+        head_depth = self.drafting.plan_head(may_draft=not self.quarantine)
+        if self._heads is not None:
+            self._heads.is_computed = head_depth is not None
+        plan = StepBuilder(
+            self._max_num_batched_tokens, self.blocks.block_size, self.slots, head_depth or 0, self._heads)
         drafts = self.drafting.choose(
             self._decoding(running), self._max_num_batched_tokens, is_beside_prompts=self._is_beside_prompts)
         num_more = self._plan_decodes(plan, running, drafts)
@@ -279,6 +284,8 @@ class Scheduler:
         self._plan_chunks(plan, running, now)
         self._admit_waiting(plan, now)
         saves, loads = self.loads.take_copies(has_rows=bool(plan.rows))
+        if self._heads is not None:
+            self._heads.loaded(copy.index for load in loads for copy in load.copies if copy.part < 0)
         if not plan.rows:
             return Plan(Step([], saves=saves, loads=loads), plan.dropped, [])
         prompts = self._max_num_batched_tokens - plan.budget - decodes - num_more
@@ -325,7 +332,7 @@ class Scheduler:
         if step.rows:
             self.drafting.step_applied(
                 self._decoding(self._running), self._max_num_batched_tokens, now,
-                is_beside_prompts=self._is_beside_prompts)
+                is_beside_prompts=self._is_beside_prompts, head_seconds=result.head_seconds)
         return progress
 
     @property

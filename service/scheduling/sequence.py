@@ -125,6 +125,7 @@ class Sequence:
     has_drafts: a step in flight computes drafts of the request, so that it gets no further row.
     num_valid_samples: samples of this row that have a mask of their own, of a constrained request.
     drafter: predicts the next tokens; None for no drafts, and before the first token.
+    head_start: `Row.head_start` of its latest row; -1 before the first one since its admission.
     num_drafted, num_accepted: drafts that steps computed, and those that were accepted.
     num_tokens_at_yield: tokens that were known when the request was last preempted for another client; 0: never.
     timer: phases of its time.
@@ -139,6 +140,7 @@ class Sequence:
         "deadline",
         "drafter",
         "has_drafts",
+        "head_start",
         "id",
         "is_deferred",
         "load_id",
@@ -212,6 +214,7 @@ class Sequence:
         self.has_drafts = False
         self.num_valid_samples = 0
         self.drafter: RequestDrafter | None = None
+        self.head_start = -1
         self.num_drafted = 0
         self.num_accepted = 0
         self.timer = PhaseTimer(request.arrival, progress.timing)
@@ -354,6 +357,7 @@ class Sequence:
         self.num_found_tokens = 0
         self.num_shared_tokens = 0
         self.num_computed_tokens = num_cached_tokens
+        self.head_start = -1
         self.num_prefill_tokens = len(self.token_ids)
         self.timer.end_queue(now)
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
 from npuserve.service.scheduling.deadlines import DroppedRequest
+from npuserve.service.scheduling.head_contexts import HeadContexts
 from npuserve.service.scheduling.prompt_bound import StepBounds
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import NO_SLOT, StateSlots
@@ -47,13 +48,18 @@ class StepBuilder:
     budget: tokens that further rows may compute.
     slots: slots of fixed state; None for a model without.
     predicts: most tokens that the model's head or a smaller model drafts after a row; 0 without these.
+    heads: contexts of a head that is not computed in all steps; None for none.
     rows, new: as in Step.
     dropped, constrained: as in Plan.
     """
 
-    __slots__ = ("_block_size", "_predicts", "_reserved", "_slots", "budget", "constrained", "dropped", "new", "rows")
+    __slots__ = ("_block_size", "_heads", "_predicts", "_reserved", "_slots", "budget", "constrained", "dropped", "new",
+                 "rows")
 
-    def __init__(self, budget: int, block_size: int, slots: StateSlots | None = None, predicts: int = 0):
+    def __init__(
+        self, budget: int, block_size: int, slots: StateSlots | None = None, predicts: int = 0,
+        heads: HeadContexts | None = None,
+    ):
         self.budget = budget
         self.rows: list[Row] = []
         self.new: list[NewRequest] = []
@@ -62,6 +68,7 @@ class StepBuilder:
         self._block_size = block_size
         self._slots = slots
         self._predicts = predicts
+        self._heads = heads
         self._reserved = StepBounds(0, 0)  # tokens of the budget that prompts may not take
 
     @property
@@ -125,9 +132,10 @@ class StepBuilder:
             if takes_state:
                 self._slots.take(sequence.slots, end, is_expected=is_expected)
         next_id = 0 if samples or pools else tokens[end]
+        head_start = self._heads.plan(sequence, start, end) if self._heads is not None else 0
         self.rows.append(Row(
             sequence.id, row_tokens, start, block_ids, samples, sequence.blocks.version, is_constrained, state_slot,
-            state_source, pools=pools, next_id=next_id, predicts=predicts))
+            state_source, pools=pools, next_id=next_id, predicts=predicts, head_start=head_start))
 
     def _num_predicted(self, sequence: Sequence, planned: int, end: int) -> int:
         """Return the number of tokens that the model's head or a smaller model drafts after a row.

@@ -14,6 +14,8 @@ _DECAY = 0.98
 """Weight of the earlier predictions of a class at each new one."""
 _PRIOR_WEIGHT = 2.0
 """Predictions that the rate of the prior counts for."""
+_KEPT = 0.05
+"""Weight of the earlier predictions after `forget`."""
 
 CLASSES = tuple(bisect_left(LENGTHS, length) for length in range(LENGTHS[-1] + 2))
 """Class of each match length; longer ones have that of the last."""
@@ -23,19 +25,36 @@ class AcceptanceRates:
     """Decaying rates, which begin with those of `prior`, or with `first`.
 
     A request's rates have the server's as their prior: requests differ, and a new one is like the others.
+
+    num_recorded: predictions since the start.
     """
 
-    __slots__ = ("_first", "_prior", "_right", "_total")
+    __slots__ = ("_first", "_generation", "_prior", "_right", "_total", "num_recorded")
 
     def __init__(self, prior: AcceptanceRates | None = None, first: Sequence[float] = FIRST_RATES) -> None:
         self._prior = prior
         self._first = first
         self._right = [0.0] * NUM_CLASSES
         self._total = [0.0] * NUM_CLASSES
+        self._generation: int = 0 if prior is None else prior._generation
+        self.num_recorded = 0
+
+    def forget(self) -> None:
+        """Let the next predictions count more than all before, also in rates whose prior this is."""
+        self._generation += 1
+        self._reduce()
+
+    def _reduce(self) -> None:
+        self._right = [_KEPT * right for right in self._right]
+        self._total = [_KEPT * total for total in self._total]
 
     def record(self, length: int, is_right: bool) -> None:
         """Count a prediction that followed from a match of `length` tokens, here and in the prior."""
         place = CLASSES[length] if length < len(CLASSES) else NUM_CLASSES - 1
+        self.num_recorded += 1
+        if self._prior is not None and self._generation != self._prior._generation:
+            self._generation = self._prior._generation
+            self._reduce()
         self._right[place] = self._right[place] * _DECAY + is_right
         self._total[place] = self._total[place] * _DECAY + 1.0
         if self._prior is not None:

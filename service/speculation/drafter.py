@@ -91,8 +91,11 @@ class Drafter:
         self._failures += 1
         self._pause = min(self._failures // 2, max_pause)
 
-    def gains(self, count: int) -> list[float]:
-        """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row."""
+    def gains(self, count: int, *, has_head: bool = True) -> list[float]:
+        """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row.
+
+        has_head: drafts of a head would count.
+        """
         if self._source is None:
             return []
         gains: list[float] = []

@@ -42,13 +42,17 @@ class RequestDrafter:
         if self._predicted is not None:
             self._predicted.replace(drafts)
 
-    def gains(self, count: int) -> list[float]:
-        """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row."""
-        return self._best(count)[1].gains(count)
+    def gains(self, count: int, *, has_head: bool = True) -> list[float]:
+        """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row.
+
+        has_head: predicted drafts count.
+        """
+        source = self._best(count, has_head=has_head)[1]
+        return [] if source is None else source.gains(count)
 
     def num_predicted(self, count: int) -> int:
         """Return how many of the first `count` drafts a head or a smaller model predicted."""
-        source = self._best(count)[1] if count else None
+        source = self._best(count, has_head=True)[1] if count else None
         return count if source is not None and source is self._predicted else 0
 
     @property
@@ -56,15 +60,14 @@ class RequestDrafter:
         """Number of drafts that are computed whatever they cost."""
         return max(source.eager_drafts for source in (self._text, self._predicted) if source is not None)
 
-    def drafts(self, count: int) -> tuple[Kind, list[int]]:
-        """Return at most `count` drafts of the likelier source, and their kind."""
-        kind, source = self._best(count)
-        return kind, source.drafts(count)
+    def drafts(self, count: int, *, has_head: bool = True) -> tuple[Kind, list[int]]:
+        """Return at most `count` drafts of the likelier source, and their kind. has_head: see `gains`."""
+        kind, source = self._best(count, has_head=has_head)
+        return kind, [] if source is None else source.drafts(count)
 
-    def _best(self, count: int) -> tuple[Kind, Drafter | PredictedDrafts]:
-        """Return the source of which `count` drafts have the most expected right ones."""
-        if self._predicted is None:
-            assert self._text is not None
+    def _best(self, count: int, *, has_head: bool) -> tuple[Kind, Drafter | PredictedDrafts | None]:
+        """Return the source of which `count` drafts have the most expected right ones; None if there is none."""
+        if self._predicted is None or not has_head:
             return "suffix", self._text
         if self._text is None or sum(self._predicted.gains(count)) >= sum(self._text.gains(count)):
             return self._kind, self._predicted

@@ -11,7 +11,7 @@ import numpy as np
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.predicted_drafts import FIRST_RATES_BY_DEPTH
 from npuserve.service.speculation.shared_answers import SharedAnswers
-from npuserve.service.speculation.step_costs import StepCosts
+from npuserve.service.speculation.step_costs import HeadCosts, StepCosts
 
 Mode = Literal["auto", "suffix", "mtp", "model"]
 
@@ -42,8 +42,20 @@ SHORT_PAUSE, LONG_PAUSE = 1, 16
 SHARE_SECONDS = 2.0
 """Seconds over which the share is averaged."""
 PROBE_STEPS = 64
-"""Steps with fewer predicted drafts than `depth`, after which one has all, so that their acceptance is known: less than
-1 % of the time."""
+"""Waiting steps with fewer predicted drafts than `depth`, after which one has all, so that their acceptance is
+known."""
+MIN_TRIAL_DRAFTS = 16
+"""Drafts of the head that are compared in a trial."""
+MAX_TRIAL_STEPS = 128
+"""Steps after which a trial without a result ends."""
+MIN_STOPPED_STEPS = 256
+"""Steps without the head before its next trial."""
+FIRST_TRIAL_STEPS = 4.0
+"""Losses that are allowed for the first trial, in overlapped steps."""
+MAX_IDLE_STEPS = 16
+"""Overlapped steps after which a head whose drafts no step computes is stopped."""
+HEAD_RATIO_WEIGHT = 0.05
+"""Weight of the latest step in the speed with the head relative to that without."""
 DEPTH_STEPS = 16
 """Waiting steps after which one draft less is predicted, if fewer are computed."""
 
@@ -51,8 +63,11 @@ DEPTH_STEPS = 16
 class DraftSource(Protocol):
     """Drafts of a request."""
 
-    def gains(self, count: int) -> list[float]:
-        """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row."""
+    def gains(self, count: int, *, has_head: bool = True) -> list[float]:
+        """Return the probability that a 1st, 2nd, ... draft is accepted, for at most `count` drafts worth a row.
+
+        has_head: drafts of the model's head count.
+        """
 
     def num_predicted(self, count: int) -> int:
         """Return how many of its first `count` drafts a head or a smaller model predicted."""
@@ -96,7 +111,8 @@ class Speculator:
     waits: the next step is planned only when no step is in flight.
     shared: ended answers.
     rates, predicted_rates: acceptance of all requests, of drafts from text and of predicted ones.
-    expected_ratio: expected speed with drafts, relative to overlapped steps.
+    expected_ratio: expected speed with drafts, relative to overlapped steps without the head.
+    has_head: the next steps compute the head or the smaller model. It is stopped with "auto" alone.
     drafting_seconds: time of searches and choices since the start.
     """
 
@@ -109,16 +125,27 @@ class Speculator:
         self.rates = AcceptanceRates()
         self.predicted_rates = AcceptanceRates(first=FIRST_RATES_BY_DEPTH)
         self.costs = StepCosts()
+        self.head_costs = HeadCosts()
         self.expected_ratio = 1.0
         self.drafting_seconds = 0.0
         self._worth: float | None = None  # seconds that an accepted draft saved when prompts were last computed beside
         self._balance: float | None = None  # seconds that drafts have saved, less those they have lost; bounded
         self._overlapped = 0  # overlapped steps since the rows last waited
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
-        self._unpredicted = 0  # steps since the head drafted as many tokens as it can
+        self.has_head = depth > 0
+        self._trial_begin: int | None = 0 if self.can_stop_head else None  # num_recorded when the trial began
+        self._head_ratio = 1.0  # expected speed with the head, relative to that without
+        self._idle = 0  # overlapped steps with the head since rows last waited, or since the trial began
+        self._stopped = 0  # steps since the head was stopped
+        self._unpredicted = 0  # waiting steps since the head drafted as many tokens as it can
         self._used_depth = float(depth)  # most predicted drafts of a row in recent waiting steps
         self._share_seconds = 0.0  # recent seconds of steps, and of drafting
         self._share_drafting = 0.0
+
+    @property
+    def can_stop_head(self) -> bool:
+        """Whether the head is stopped where it does not pay."""
+        return self.mode == "auto" and self.depth > 0
 
     @property
     def max_pause(self) -> int:
@@ -142,7 +169,7 @@ class Speculator:
         if not self.waits:
             return [0] * len(candidates)
         if not is_beside_prompts:
-            predicted = (drafter.num_predicted(count)
+            predicted = (drafter.num_predicted(count) if self.has_head else 0
                          for (drafter, _, _), count in zip(candidates, counts, strict=True))
             self._used_depth = max(self._used_depth - 1 / DEPTH_STEPS, *predicted, 1)
             self._waiting += 1
@@ -160,53 +187,131 @@ class Speculator:
         if self.mode == "auto":
             self._review(candidates, load, min(budget, MAX_STEP_DRAFTS), is_beside_prompts=is_beside_prompts)
 
-    def step_applied(self, load: StepTokens, tokens: int, seconds: float, *, is_overlapped: bool) -> None:
+    def step_applied(
+        self, load: StepTokens, tokens: int, seconds: float, *, is_overlapped: bool, depth: int | None = None,
+        head_seconds: float | None = None,
+    ) -> None:
         """Record a step of decode rows alone.
 
         tokens: tokens that it yielded.
         seconds: since the step before was applied.
         is_overlapped: it was planned while the step before was in flight.
+        depth: number of tokens that the head drafted after each row; None if it was not computed.
+        head_seconds: time of the head; None if it was not measured.
         """
         if is_overlapped:
             self._overlapped += 1
-        self.costs.record(load.tokens, seconds, is_overlapped=is_overlapped)
+        head_seconds = self._head_seconds(depth, head_seconds, seconds)
+        self._count_head_step()
+        self.costs.record(load.tokens, seconds - head_seconds, is_overlapped=is_overlapped)
         keep = max(0.0, 1.0 - seconds / SHARE_SECONDS)
         self._share_seconds = self._share_seconds * keep + seconds
         self._share_drafting *= keep
         baseline = self.costs.overlapped_seconds(load.rows)
         if baseline is not None:
-            gain = tokens / load.rows * baseline - seconds if self.waits or load.drafts else MAX_LOSS * seconds
+            gain = MAX_LOSS * seconds - head_seconds
+            if self.waits or load.drafts:
+                gain = tokens / load.rows * baseline - seconds
             self._add_gain(gain, baseline)
 
-    def mixed_step_applied(self, load: StepTokens, accepted: int, seconds: float) -> None:
+    def mixed_step_applied(
+        self, load: StepTokens, accepted: int, seconds: float, *, head_seconds: float | None = None
+    ) -> None:
         """Record a step that computed prompts beside decode rows, or prompts alone.
 
         load: all rows of the step.
         accepted: number of its drafts that were accepted.
         seconds: since the step before was applied.
+        head_seconds: see `step_applied`.
         """
-        self.costs.record_mixed(load.tokens, seconds)
-        if load.drafts and self._worth is not None:
-            gain = accepted * self._worth - load.drafts * self.costs.mixed_token_seconds
+        # A head computes all tokens of prompts, so that its seconds are not those of a step of decode rows.
+        head_seconds = min(head_seconds or 0.0, seconds)
+        self._count_head_step()
+        self.costs.record_mixed(load.tokens, seconds - head_seconds)
+        if self._worth is not None and (load.drafts or head_seconds):
+            gain = accepted * self._worth - load.drafts * self.costs.mixed_token_seconds - head_seconds
             self._add_gain(gain, self._worth)
+        elif self._balance is not None:
+            self._balance -= head_seconds
 
     def _add_gain(self, seconds: float, baseline: float) -> None:
         """Change the balance. baseline: seconds of an overlapped step."""
         if self._balance is None:
-            self._balance = FIRST_BALANCE_STEPS * baseline
+            self._balance = (FIRST_BALANCE_STEPS + FIRST_TRIAL_STEPS * self.can_stop_head) * baseline
         self._balance = min(self._balance + seconds, MAX_BALANCE_STEPS * baseline)
+        if self._balance < -MAX_DEBT_STEPS * baseline:
+            self._stop_head()
 
-    def predicts(self) -> int:
+    def _head_seconds(self, depth: int | None, measured: float | None, seconds: float) -> float:
+        """Return the seconds of the head in a step of decode rows, after recording them if they were measured."""
+        if depth is None or not self.depth:
+            return 0.0
+        if measured is not None:
+            self.head_costs.record(depth, measured)
+            return min(measured, seconds)
+        return min(self.head_costs.seconds_by_depth(depth)[depth], seconds)
+
+    def head_depth(self) -> int | None:
         """Return the number of tokens that a head or a smaller model drafts after each row of the next step.
 
-        With "auto" no more than recent steps have computed.
+        With "auto" no more than recent steps have computed; None if the head is stopped.
         """
-        depth = 0 if not self.waits else math.ceil(self._used_depth) if self.mode == "auto" else self.depth
+        if not self.can_stop_head:
+            return self.depth
+        if not self.has_head:
+            return None
+        if not self.waits:
+            return 0 if self._trial_begin is None else 1
+        depth = math.ceil(self._used_depth)
         if depth < self.depth and self._unpredicted < PROBE_STEPS:
             self._unpredicted += 1
             return depth
         self._unpredicted = 0
         return self.depth
+
+    def _count_head_step(self) -> None:
+        """Count a step with or without the head. Stop a head whose drafts are not computed."""
+        if not self.can_stop_head:
+            return
+        if not self.has_head:
+            self._stopped += 1
+        elif self.waits:
+            self._idle = 0
+        else:
+            self._idle += 1
+            if self._idle >= (MAX_IDLE_STEPS if self._trial_begin is None else MAX_TRIAL_STEPS):
+                self._stop_head()
+
+    def _stop_head(self) -> None:
+        if self.can_stop_head and self.has_head:
+            self.has_head = False
+            self._trial_begin = None
+            self._stopped = 0
+
+    def _try_head(self, baseline: float) -> None:
+        """Begin a trial of a stopped head, if the balance allows its cost. baseline: seconds of an overlapped step."""
+        if self._stopped < MIN_STOPPED_STEPS:
+            return
+        cost = MIN_TRIAL_DRAFTS * self.head_costs.seconds_by_depth(1)[1]
+        if (self._balance or 0.0) >= min(cost, MAX_BALANCE_STEPS * baseline):
+            self.has_head = True
+            self._idle = 0
+            self._unpredicted = 0
+            self.predicted_rates.forget()
+            self._trial_begin = self.predicted_rates.num_recorded
+
+    def _judge_head(self, ratio: float) -> None:
+        """Stop the head if it does not pay. ratio: expected speed with it, relative to that without."""
+        if self._trial_begin is None:
+            self._head_ratio += HEAD_RATIO_WEIGHT * (ratio - self._head_ratio)
+        elif self.predicted_rates.num_recorded - self._trial_begin >= MIN_TRIAL_DRAFTS:
+            self._trial_begin = None
+            self._idle = 0
+            self._head_ratio = ratio
+        else:
+            return
+        if self._head_ratio < 1.0:
+            self._stop_head()
 
     def add_drafting(self, seconds: float) -> None:
         """Record the time of searches and choices."""
@@ -225,7 +330,14 @@ class Speculator:
         if is_beside_prompts:
             choice = self._best_beside_prompts(candidates, load, budget, baseline)
         else:
-            choice = self._best(candidates, load, budget, baseline)
+            choice = self._best(candidates, load, budget, baseline, has_head=False)
+            if self.can_stop_head and not self.has_head:
+                self._try_head(baseline)
+            elif self.can_stop_head:
+                with_head = self._best(candidates, load, budget, baseline, has_head=True)
+                self._judge_head(with_head.ratio / max(choice.ratio, 1.0))
+                if self.has_head and (self.waits or self._trial_begin is None):
+                    choice = with_head
         self.expected_ratio += RATIO_WEIGHT * (choice.ratio - self.expected_ratio)
         balance = self._balance or 0.0
         if self.waits:
@@ -242,31 +354,36 @@ class Speculator:
         self._overlapped = 0
         self._waiting = 0
 
-    def _drafts(self, candidates: Sequence[Candidate], budget: int) -> list[_Draft]:
+    def _drafts(self, candidates: Sequence[Candidate], budget: int, *, has_head: bool) -> list[_Draft]:
         """Return the possible drafts of a step, the most probable first. Those of a row become less probable."""
         drafts: list[_Draft] = []
         for place, (drafter, limit, known) in enumerate(candidates):
             before = 1.0
-            for number, gain in enumerate(drafter.gains(min(limit, MAX_ROW_DRAFTS))):
+            most = min(limit, MAX_ROW_DRAFTS)
+            is_predicted = has_head and drafter.num_predicted(most) > 0
+            for number, gain in enumerate(drafter.gains(most, has_head=has_head)):
                 again = (number + known) * (before - gain) if self._recomputes else 0.0
-                drafts.append(_Draft(gain, again, place))
+                drafts.append(_Draft(gain, again, place, number + 1 if is_predicted else 0))
                 before = gain
         drafts.sort(reverse=True)
         del drafts[max(0, budget) :]
         return drafts
 
     def _best(
-        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, baseline: float
+        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, baseline: float, *, has_head: bool
     ) -> _Choice:
         """Return the choice with the most tokens a second in a step of decode rows alone.
 
-        Tokens that will be computed again count in the step that drafts, not in the next one.
+        Tokens that will be computed again count in the step that drafts, not in the next one. So does the time in which
+        the head drafts as deep as the step computes its drafts.
         """
-        drafts = self._drafts(candidates, budget)
+        drafts = self._drafts(candidates, budget, has_head=has_head)
+        costs = np.array(self.head_costs.seconds_by_depth(self.depth) if has_head else [0.0] * (self.depth + 1))
         if not drafts:
-            return _Choice([0] * len(candidates), baseline / self.costs.seconds_of(load.rows))
+            return _Choice([0] * len(candidates), baseline / (self.costs.seconds_of(load.rows) + float(costs[0])))
+        depths = np.maximum.accumulate([0, *(draft.depth for draft in drafts)])
         computed = np.cumsum([0.0, *(1.0 + draft.again for draft in drafts)])
-        seconds = self.costs.waiting_seconds_of(load.rows + computed)
+        seconds = self.costs.waiting_seconds_of(load.rows + computed) + costs[depths]
         tokens = load.rows + np.cumsum([0.0, *(draft.gain for draft in drafts)])
         speeds = tokens / seconds
         best = int(speeds.argmax())
@@ -286,7 +403,7 @@ class Speculator:
         saved = -gap
         chosen: list[_Draft] = []
         if token_seconds > 0.0:
-            for draft in self._drafts(candidates, budget):
+            for draft in self._drafts(candidates, budget, has_head=self.has_head):
                 gain = draft.gain * worth - (1.0 + draft.again) * token_seconds
                 if gain > 0.0:
                     chosen.append(draft)
@@ -311,11 +428,13 @@ class _Draft(NamedTuple):
     gain: probability that it is accepted.
     again: expected tokens that are computed again because of it.
     place: of its candidate.
+    depth: number of drafts of the head up to this one; 0 if others made it.
     """
 
     gain: float
     again: float
     place: int
+    depth: int
 
 
 class _Choice(NamedTuple):

@@ -1,4 +1,4 @@
-"""Measured seconds of decode steps by their number of tokens."""
+"""Measured seconds of decode steps by their number of tokens, and of the model's head by its number of drafts."""
 
 from __future__ import annotations
 
@@ -119,3 +119,32 @@ class StepCosts:
             slope = max(slope, (seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
         estimates += slope * np.maximum(numbers - tokens[-1], 0)
         return np.maximum.accumulate(estimates)
+
+
+class HeadCosts:
+    """Average seconds that a model's head takes in a step, by the number of tokens that it drafts after each row."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def record(self, depth: int, seconds: float) -> None:
+        """Record a step in which the head drafted `depth` tokens after each row; 0 for its keys and values alone."""
+        average = self._seconds.get(depth)
+        if average is None:
+            self._seconds[depth] = seconds
+            return
+        change = min(max(seconds / max(average, 1e-9), 1 / _MAX_CHANGE), _MAX_CHANGE) - 1.0
+        for other in self._seconds:
+            self._seconds[other] *= 1.0 + change * (_WEIGHT if other == depth else _COMMON_WEIGHT)
+
+    def seconds_by_depth(self, most: int) -> list[float]:
+        """Return the estimated seconds for 0 to `most` drafts; 0 before any was measured.
+
+        A depth that was not measured is on the line between its neighbours, or beyond the last two.
+        """
+        points = {0: 0.0} | self._seconds
+        depths = sorted(points)
+        seconds = [points[depth] for depth in depths]
+        slope = max(0.0, (seconds[-1] - seconds[-2]) / (depths[-1] - depths[-2])) if len(depths) > 1 else 0.0
+        return [float(np.interp(depth, depths, seconds)) + slope * max(0, depth - depths[-1])
+                for depth in range(most + 1)]

@@ -8,7 +8,7 @@ from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.drafter import Drafter
 from npuserve.service.speculation.predicted_drafts import FIRST_RATES_BY_DEPTH, PredictedDrafts
 from npuserve.service.speculation.request_drafter import RequestDrafter
-from npuserve.service.speculation.speculator import PROBE_STEPS, Speculator
+from npuserve.service.speculation.speculator import PROBE_STEPS, Mode, Speculator
 
 
 def head(depth: int = 3) -> PredictedDrafts:
@@ -84,10 +84,23 @@ def test_one_source_alone() -> None:
     assert of_text.drafts(2) == ("suffix", [1, 2])
 
 
-@pytest.mark.parametrize(("mode", "predicted"), [("mtp", 1000), ("auto", 1000 // (PROBE_STEPS + 1)), ("suffix", 0)])
-def test_predicted_drafts_while_rows_wait_and_in_few_other_steps(mode: str, predicted: int) -> None:
-    speculator = Speculator(mode, depth=2 if mode != "suffix" else 0)  # type: ignore[arg-type]
-    depths = [speculator.predicts() for _ in range(1000)]
-    assert sum(depth == 2 for depth in depths) == predicted
+@pytest.mark.parametrize(("mode", "depth"), [("mtp", 2), ("model", 2), ("suffix", 0)])
+def test_drafts_are_as_deep_as_possible_without_auto(mode: Mode, depth: int) -> None:
+    speculator = Speculator(mode, depth=depth)
+    assert {speculator.head_depth() for _ in range(100)} == {depth}
+
+
+def test_predicted_drafts_are_few_while_rows_wait_for_none() -> None:
+    """One after each row until it is known how many are right, then none; as many as possible once rows wait."""
+    speculator = Speculator("auto", depth=2)
+    assert {speculator.head_depth() for _ in range(100)} == {1}
+    speculator._trial_begin = None
+    assert {speculator.head_depth() for _ in range(100)} == {0}
     speculator.waits = True
-    assert speculator.predicts() == speculator.depth
+    assert {speculator.head_depth() for _ in range(100)} == {2}
+    speculator._used_depth = 1.0
+    depths = [speculator.head_depth() for _ in range(10 * (PROBE_STEPS + 1))]
+    assert depths.count(2) == 10
+    assert depths.count(1) == 10 * PROBE_STEPS
+    speculator.has_head = False
+    assert speculator.head_depth() is None

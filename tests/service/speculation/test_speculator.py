@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 
@@ -183,7 +184,7 @@ def test_head_drafts_no_deeper_for_long_drafts_from_text() -> None:
         speculator.costs.record(16, 1.05, is_overlapped=False)
     (count,) = speculator.choose([Candidate(text, 100)], StepTokens(1, 1), 64)
     assert count > 3
-    assert speculator.predicts() == 1
+    assert speculator.head_depth() == 1
     predicted = PredictedDrafts(3, speculator.predicted_rates)
     predicted.replace([5, 6, 7])
     for _ in range(200):
@@ -192,7 +193,7 @@ def test_head_drafts_no_deeper_for_long_drafts_from_text() -> None:
     both = [Candidate(text, 100), Candidate(RequestDrafter(None, predicted), 2)]
     counts = speculator.choose(both, StepTokens(1, 1), 64)
     assert counts[1] == 2
-    assert speculator.predicts() == 2
+    assert speculator.head_depth() == 2
 
 
 def test_head_drafts_as_deep_as_its_drafts_pay() -> None:
@@ -202,7 +203,8 @@ def test_head_drafts_as_deep_as_its_drafts_pay() -> None:
     chance = random.Random(0)
     depths: list[int] = []
     for step in range(1200):
-        predicted = speculator.predicts()
+        predicted = speculator.head_depth()
+        assert predicted is not None
         drafts = list(range(predicted))
         drafter.replace_predicted(drafts)
         candidates, load = [Candidate(drafter, 100)], StepTokens(1, 1)
@@ -224,3 +226,120 @@ def test_head_drafts_as_deep_as_its_drafts_pay() -> None:
     deep = depths[-100:]
     assert 0 < shallow.count(3) < 0.1 * len(shallow)
     assert deep.count(3) > 0.9 * len(deep)
+
+
+class Simulated(NamedTuple):
+    """Result of `simulate_head`.
+
+    relative: seconds relative to overlapped steps without a head.
+    steps: whether each step computed the head.
+    """
+
+    relative: float
+    steps: list[bool]
+    speculator: Speculator
+
+
+def simulate_head(
+    rows: int, draft: float, is_right: Callable[[int, random.Random], bool], tokens: int, *, keep: float = 0.03,
+    slope: float = 0.02, noise: float = 0.0, measured: int = 1, chunk: int = 0,
+) -> Simulated:
+    """Simulate answers of about `tokens` tokens of each of `rows` requests, whose drafts a head makes alone.
+
+    A right draft is 1, as all tokens are.
+
+    draft, keep: seconds of a draft after each row, and of the head's keys and values. A step without drafts takes one.
+    is_right: whether a draft is right, from the number of tokens so far.
+    slope: seconds of each further token of a step.
+    measured: the seconds of the head are measured in one of so many steps.
+    chunk: tokens of prompts that each second step computes, too.
+    """
+    speculator = Speculator("auto", depth=3)
+    chance = random.Random(0)
+    drafters = [RequestDrafter(None, PredictedDrafts(3, speculator.predicted_rates)) for _ in range(rows)]
+    seconds = baseline = 0.0
+    made = 0
+    steps: list[bool] = []
+    while made < tokens * rows:
+        load = StepTokens(rows, rows)
+        prompt = chunk if len(steps) % 2 else 0
+        candidates = [Candidate(drafter, 100) for drafter in drafters]
+        waits = speculator.waits
+        counts = [0] * rows
+        depth = speculator.head_depth()
+        if waits:
+            counts = speculator.choose(candidates, load, 512, is_beside_prompts=prompt > 0)
+            waits = speculator.waits
+        drafted = [drafter.drafts(count, has_head=speculator.has_head)[1]
+                   for drafter, count in zip(drafters, counts, strict=True)]
+        num_drafts = sum(map(len, drafted))
+        taken = 0
+        for drafter, drafts in zip(drafters, drafted, strict=True):
+            answer: list[int] = []
+            for place in range(len(drafts) + 1):
+                answer.append(1)
+                if place == len(drafts) or drafts[place] != 1:
+                    break
+            drafter.extend(answer, 1)
+            taken += len(answer)
+            if depth:
+                drafter.replace_predicted([int(is_right(made, chance)) for _ in range(depth)])
+        of_head = 0.0 if depth is None else (keep + draft * depth) * chance.uniform(1 - noise, 1 + noise)
+        plain = 1 + slope * (rows + num_drafts + prompt)
+        took = (plain + (OVERLAP if waits else 0.0)) * chance.uniform(1 - noise, 1 + noise) + of_head
+        seconds += took
+        baseline += slope * prompt + taken / rows * (1 + slope * rows)
+        made += taken
+        steps.append(depth is not None)
+        known = of_head if depth is not None and len(steps) % measured == 0 else None
+        if prompt:
+            speculator.mixed_step_applied(
+                StepTokens(rows + 1, rows + num_drafts + prompt, num_drafts), taken - rows, took, head_seconds=known)
+        else:
+            speculator.step_applied(
+                StepTokens(rows, rows + num_drafts, num_drafts), taken, took, is_overlapped=not waits, depth=depth,
+                head_seconds=known)
+        if not waits:
+            speculator.review(candidates, load, 512, is_beside_prompts=prompt > 0)
+    return Simulated(seconds / baseline, steps, speculator)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("draft", [0.05, 0.25])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("measured", [1, 8])
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_wrong_head_costs_less_than_two_percent(
+    rows: int, draft: float, noise: float, measured: int, chunk: int
+) -> None:
+    simulated = simulate_head(
+        rows, draft, lambda made, chance: False, 2000, noise=noise, measured=measured, chunk=chunk)
+    assert simulated.relative < 1 / 0.98
+    assert simulated.steps.count(True) < 0.15 * len(simulated.steps)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("turn", [50, 300, 1000])
+def test_head_that_is_right_and_wrong_in_turn_costs_less_than_two_percent(rows: int, turn: int) -> None:
+    simulated = simulate_head(
+        rows, 0.25, lambda made, chance: made // rows // turn % 2 == 0 and chance.random() < 0.8, 4000, noise=0.1)
+    assert simulated.relative < 1 / 0.98
+
+
+@pytest.mark.parametrize(("rows", "draft", "most"), [
+    (1, 0.05, 0.5), (1, 0.25, 0.75), (8, 0.05, 0.65), (32, 0.05, 0.85)])
+@pytest.mark.parametrize("measured", [1, 8])
+def test_right_head_saves_time(rows: int, draft: float, most: float, measured: int) -> None:
+    simulated = simulate_head(
+        rows, draft, lambda made, chance: chance.random() < 0.9, 2000, noise=0.1, measured=measured, slope=0.01)
+    assert simulated.relative < most
+    assert simulated.steps.count(True) > 0.9 * len(simulated.steps)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_head_returns_once_it_is_right(rows: int) -> None:
+    """It is wrong for 1,000 tokens of each request."""
+    simulated = simulate_head(rows, 0.1, lambda made, chance: made > 1000 * rows and chance.random() < 0.9, 8000)
+    assert simulated.steps[-1]
+    assert not all(simulated.steps)
+    assert simulated.relative < 0.75
