@@ -33,7 +33,7 @@ addresses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -42,12 +42,14 @@ import torch
 from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
+from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import Batch, Part
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.draft_buffers import SampledTokens
 from npuserve.npu.execution.sampler import Put
 from npuserve.npu.execution.state_store import StateStore
-from npuserve.npu.model.weights import MtpWeights
+from npuserve.npu.model.config import ModelConfig
+from npuserve.npu.model.weights import ModelWeights, MtpWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +297,33 @@ class DraftModel(Predictor):
             result.append(self._choose(drafted.requests[:count], self._model.hidden(following, self.store)))
             ids = result[-1].ids
         return result
+
+
+def predictor_of(
+    model: Model, draft: ModelWeights | None, backend: Backend, allocate: Callable[[ModelConfig], StateStore],
+    block_size: int, sampled_ids: Tensor, kept_tokens: int,
+) -> Predictor | None:
+    """Return what drafts tokens beside a model; None if nothing does.
+
+    draft: weights of a smaller model.
+    allocate: allocates the keys and values of a configuration.
+    sampled_ids: [1 + D, S] int64, for the ids of a step and the drafts after each.
+    kept_tokens: most tokens of a step of which `Predictor.keep` keeps something; 0 if it is not called.
+    """
+    last, drafts = sampled_ids[0], sampled_ids[1:]
+    if (config := model.config.draft) is not None and draft is not None:
+        smaller = Model.of(config, draft, len(model.cos_sin), model.kernels, backend, model.ranks)
+        kept_ids = backend.empty((kept_tokens,), torch.int64).zero_() if kept_tokens else None
+        return DraftModel(smaller, allocate(config), block_size, last, drafts, kept_ids)
+    head = model.weights.mtp
+    tables = model.weights.predictor
+    if (config := model.config.predictor) is None or head is None or tables is None:
+        return None
+    layers = replace(model, config=config, weights=tables)
+    kept_hidden = None
+    if kept_tokens:
+        kept_hidden = backend.empty((kept_tokens, config.hidden_size), model.weights.dtype).zero_()
+    return MtpHead(layers, allocate(config), block_size, last, drafts, head, kept_hidden)
 
 
 def _of_head(batch: Batch) -> Batch:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -58,7 +57,7 @@ from npuserve.npu.execution.in_flight import (
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
 from npuserve.npu.execution.page_population import PagePopulation
-from npuserve.npu.execution.predictor import DraftModel, Drafts, MtpHead, Predictor
+from npuserve.npu.execution.predictor import Drafts, predictor_of
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.execution.step_drafting import RowDrafting, SampleDrafting, StepDrafting
@@ -168,7 +167,11 @@ class Runner:
         self._sampled_ids = backend.empty((1 + depth, samples), torch.int64).zero_()
         self._last = self._sampled_ids[0]
         self._ids = [backend.host_buffer((1 + depth) * samples, dtype=torch.int64) for _ in range(2)]
-        predictor = self._build_predictor(model, draft, num_blocks, max_num_batched_tokens if depths else 0)
+        allocate = partial(
+            StateStore.allocate, num_blocks=num_blocks, block_size=block_size, dtype=self.cache_dtype, backend=backend,
+            model_dtype=dtype)
+        predictor = predictor_of(
+            model, draft, backend, allocate, block_size, self._sampled_ids, max_num_batched_tokens if depths else 0)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(samples, config.vocab_size, backend)
         self._buffers = BatchBuffers(
@@ -247,35 +250,6 @@ class Runner:
     def _cached(self) -> list[Tensor]:
         """Tensors of the KV cache and of the fixed state, those of the head for drafts among them."""
         return [tensor for store in self._stores for tensor in store.tensors]
-
-    def _build_predictor(
-        self, model: Model, draft: ModelWeights | None, num_blocks: int, kept_tokens: int
-    ) -> Predictor | None:
-        """Return what drafts tokens; None if nothing does.
-
-        draft: weights of a smaller model.
-        kept_tokens: most tokens of a step of which `Predictor.keep` keeps something; 0 if it is not called.
-        """
-        drafts = self._sampled_ids[1:]
-        dtype = model.weights.dtype
-
-        def store(config: ModelConfig) -> StateStore:
-            return StateStore.allocate(
-                config, num_blocks, self.block_size, self.cache_dtype, self.backend, model_dtype=dtype)
-
-        if (config := self.config.draft) is not None and draft is not None:
-            smaller = Model.of(config, draft, self.max_model_len, self._kernels, self.backend, model.ranks)
-            kept_ids = self.backend.empty((kept_tokens,), torch.int64).zero_() if kept_tokens else None
-            return DraftModel(smaller, store(config), self.block_size, self._last, drafts, kept_ids)
-        head = model.weights.mtp
-        tables = model.weights.predictor
-        if (config := self.config.predictor) is None or head is None or tables is None:
-            return None
-        layers = replace(model, config=config, weights=tables)
-        kept_hidden = None
-        if kept_tokens:
-            kept_hidden = self.backend.empty((kept_tokens, config.hidden_size), dtype).zero_()
-        return MtpHead(layers, store(config), self.block_size, self._last, drafts, head, kept_hidden)
 
     @torch.inference_mode()
     def compute_largest_step(self) -> None:

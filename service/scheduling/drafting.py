@@ -137,7 +137,7 @@ class Drafting:
     @property
     def can_stop_head(self) -> bool:
         """Whether some steps are computed without the model's head."""
-        return self.speculator is not None and self.speculator.can_stop_head
+        return self.speculator is not None and self.speculator.head is not None
 
     def plan_head(self, *, may_draft: bool) -> int | None:
         """Return the number of tokens that a head or a smaller model drafts after each row of the next step.

@@ -9,9 +9,10 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from npuserve.service.speculation.acceptance import AcceptanceRates
+from npuserve.service.speculation.head_switch import HeadSwitch
 from npuserve.service.speculation.predicted_drafts import FIRST_RATES_BY_DEPTH
 from npuserve.service.speculation.shared_answers import SharedAnswers
-from npuserve.service.speculation.step_costs import HeadCosts, StepCosts
+from npuserve.service.speculation.step_costs import StepCosts
 
 Mode = Literal["auto", "suffix", "mtp", "model"]
 
@@ -44,20 +45,10 @@ SHARE_SECONDS = 2.0
 PROBE_STEPS = 64
 """Waiting steps with fewer predicted drafts than `depth`, after which one has all, so that their acceptance is
 known."""
-MIN_TRIAL_DRAFTS = 16
-"""Drafts of the head that are compared in a trial."""
-MAX_TRIAL_STEPS = 128
-"""Steps after which a trial without a result ends."""
-MIN_STOPPED_STEPS = 256
-"""Steps without the head before its next trial."""
-FIRST_TRIAL_STEPS = 4.0
-"""Losses that are allowed for the first trial, in overlapped steps."""
-MAX_IDLE_STEPS = 16
-"""Overlapped steps after which a head whose drafts no step computes is stopped."""
-HEAD_RATIO_WEIGHT = 0.05
-"""Weight of the latest step in the speed with the head relative to that without."""
 DEPTH_STEPS = 16
 """Waiting steps after which one draft less is predicted, if fewer are computed."""
+FIRST_TRIAL_STEPS = 4.0
+"""Losses that are allowed for the first trial of the head, in overlapped steps."""
 
 
 class DraftSource(Protocol):
@@ -112,7 +103,7 @@ class Speculator:
     shared: ended answers.
     rates, predicted_rates: acceptance of all requests, of drafts from text and of predicted ones.
     expected_ratio: expected speed with drafts, relative to overlapped steps without the head.
-    has_head: the next steps compute the head or the smaller model. It is stopped with "auto" alone.
+    head: whether steps compute the head, with "auto"; None if there is none, or if all steps do.
     drafting_seconds: time of searches and choices since the start.
     """
 
@@ -125,27 +116,22 @@ class Speculator:
         self.rates = AcceptanceRates()
         self.predicted_rates = AcceptanceRates(first=FIRST_RATES_BY_DEPTH)
         self.costs = StepCosts()
-        self.head_costs = HeadCosts()
         self.expected_ratio = 1.0
         self.drafting_seconds = 0.0
         self._worth: float | None = None  # seconds that an accepted draft saved when prompts were last computed beside
         self._balance: float | None = None  # seconds that drafts have saved, less those they have lost; bounded
         self._overlapped = 0  # overlapped steps since the rows last waited
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
-        self.has_head = depth > 0
-        self._trial_begin: int | None = 0 if self.can_stop_head else None  # num_recorded when the trial began
-        self._head_ratio = 1.0  # expected speed with the head, relative to that without
-        self._idle = 0  # overlapped steps with the head since rows last waited, or since the trial began
-        self._stopped = 0  # steps since the head was stopped
+        self.head = HeadSwitch(self.predicted_rates) if mode == "auto" and depth else None
         self._unpredicted = 0  # waiting steps since the head drafted as many tokens as it can
         self._used_depth = float(depth)  # most predicted drafts of a row in recent waiting steps
         self._share_seconds = 0.0  # recent seconds of steps, and of drafting
         self._share_drafting = 0.0
 
     @property
-    def can_stop_head(self) -> bool:
-        """Whether the head is stopped where it does not pay."""
-        return self.mode == "auto" and self.depth > 0
+    def has_head(self) -> bool:
+        """Whether the next steps compute the head or the smaller model."""
+        return self.depth > 0 if self.head is None else self.head.is_on
 
     @property
     def max_pause(self) -> int:
@@ -202,7 +188,8 @@ class Speculator:
         if is_overlapped:
             self._overlapped += 1
         head_seconds = self._head_seconds(depth, head_seconds, seconds)
-        self._count_head_step()
+        if self.head is not None:
+            self.head.count_step(waits=self.waits)
         self.costs.record(load.tokens, seconds - head_seconds, is_overlapped=is_overlapped)
         keep = max(0.0, 1.0 - seconds / SHARE_SECONDS)
         self._share_seconds = self._share_seconds * keep + seconds
@@ -226,7 +213,8 @@ class Speculator:
         """
         # A head computes all tokens of prompts, so that its seconds are not those of a step of decode rows.
         head_seconds = min(head_seconds or 0.0, seconds)
-        self._count_head_step()
+        if self.head is not None:
+            self.head.count_step(waits=self.waits)
         self.costs.record_mixed(load.tokens, seconds - head_seconds)
         if self._worth is not None and (load.drafts or head_seconds):
             gain = accepted * self._worth - load.drafts * self.costs.mixed_token_seconds - head_seconds
@@ -237,81 +225,38 @@ class Speculator:
     def _add_gain(self, seconds: float, baseline: float) -> None:
         """Change the balance. baseline: seconds of an overlapped step."""
         if self._balance is None:
-            self._balance = (FIRST_BALANCE_STEPS + FIRST_TRIAL_STEPS * self.can_stop_head) * baseline
+            first_trial_steps = 0.0 if self.head is None else FIRST_TRIAL_STEPS
+            self._balance = (FIRST_BALANCE_STEPS + first_trial_steps) * baseline
         self._balance = min(self._balance + seconds, MAX_BALANCE_STEPS * baseline)
-        if self._balance < -MAX_DEBT_STEPS * baseline:
-            self._stop_head()
+        if self.head is not None and self._balance < -MAX_DEBT_STEPS * baseline:
+            self.head.stop()
 
     def _head_seconds(self, depth: int | None, measured: float | None, seconds: float) -> float:
         """Return the seconds of the head in a step of decode rows, after recording them if they were measured."""
-        if depth is None or not self.depth:
+        if depth is None or self.head is None:
             return 0.0
         if measured is not None:
-            self.head_costs.record(depth, measured)
+            self.head.costs.record(depth, measured)
             return min(measured, seconds)
-        return min(self.head_costs.seconds_by_depth(depth)[depth], seconds)
+        return min(self.head.costs.seconds_by_depth(depth)[depth], seconds)
 
     def head_depth(self) -> int | None:
         """Return the number of tokens that a head or a smaller model drafts after each row of the next step.
 
         With "auto" no more than recent steps have computed; None if the head is stopped.
         """
-        if not self.can_stop_head:
+        if self.head is None:
             return self.depth
-        if not self.has_head:
+        if not self.head.is_on:
             return None
         if not self.waits:
-            return 0 if self._trial_begin is None else 1
+            return int(self.head.is_on_trial)
         depth = math.ceil(self._used_depth)
         if depth < self.depth and self._unpredicted < PROBE_STEPS:
             self._unpredicted += 1
             return depth
         self._unpredicted = 0
         return self.depth
-
-    def _count_head_step(self) -> None:
-        """Count a step with or without the head. Stop a head whose drafts are not computed."""
-        if not self.can_stop_head:
-            return
-        if not self.has_head:
-            self._stopped += 1
-        elif self.waits:
-            self._idle = 0
-        else:
-            self._idle += 1
-            if self._idle >= (MAX_IDLE_STEPS if self._trial_begin is None else MAX_TRIAL_STEPS):
-                self._stop_head()
-
-    def _stop_head(self) -> None:
-        if self.can_stop_head and self.has_head:
-            self.has_head = False
-            self._trial_begin = None
-            self._stopped = 0
-
-    def _try_head(self, baseline: float) -> None:
-        """Begin a trial of a stopped head, if the balance allows its cost. baseline: seconds of an overlapped step."""
-        if self._stopped < MIN_STOPPED_STEPS:
-            return
-        cost = MIN_TRIAL_DRAFTS * self.head_costs.seconds_by_depth(1)[1]
-        if (self._balance or 0.0) >= min(cost, MAX_BALANCE_STEPS * baseline):
-            self.has_head = True
-            self._idle = 0
-            self._unpredicted = 0
-            self.predicted_rates.forget()
-            self._trial_begin = self.predicted_rates.num_recorded
-
-    def _judge_head(self, ratio: float) -> None:
-        """Stop the head if it does not pay. ratio: expected speed with it, relative to that without."""
-        if self._trial_begin is None:
-            self._head_ratio += HEAD_RATIO_WEIGHT * (ratio - self._head_ratio)
-        elif self.predicted_rates.num_recorded - self._trial_begin >= MIN_TRIAL_DRAFTS:
-            self._trial_begin = None
-            self._idle = 0
-            self._head_ratio = ratio
-        else:
-            return
-        if self._head_ratio < 1.0:
-            self._stop_head()
 
     def add_drafting(self, seconds: float) -> None:
         """Record the time of searches and choices."""
@@ -331,13 +276,15 @@ class Speculator:
             choice = self._best_beside_prompts(candidates, load, budget, baseline)
         else:
             choice = self._best(candidates, load, budget, baseline, has_head=False)
-            if self.can_stop_head and not self.has_head:
-                self._try_head(baseline)
-            elif self.can_stop_head:
+            if self.head is not None and self.head.is_on:
                 with_head = self._best(candidates, load, budget, baseline, has_head=True)
-                self._judge_head(with_head.ratio / max(choice.ratio, 1.0))
-                if self.has_head and (self.waits or self._trial_begin is None):
+                self.head.judge(with_head.ratio / max(choice.ratio, 1.0))
+                if self.head.is_on and (self.waits or not self.head.is_on_trial):
                     choice = with_head
+            elif self.head is not None:
+                cost = self.head.trial_cost()
+                if cost is not None and (self._balance or 0.0) >= min(cost, MAX_BALANCE_STEPS * baseline):
+                    self.head.begin_trial()
         self.expected_ratio += RATIO_WEIGHT * (choice.ratio - self.expected_ratio)
         balance = self._balance or 0.0
         if self.waits:
@@ -378,7 +325,8 @@ class Speculator:
         the head drafts as deep as the step computes its drafts.
         """
         drafts = self._drafts(candidates, budget, has_head=has_head)
-        costs = np.array(self.head_costs.seconds_by_depth(self.depth) if has_head else [0.0] * (self.depth + 1))
+        head = self.head if has_head else None
+        costs = np.zeros(self.depth + 1) if head is None else np.array(head.costs.seconds_by_depth(self.depth))
         if not drafts:
             return _Choice([0] * len(candidates), baseline / (self.costs.seconds_of(load.rows) + float(costs[0])))
         depths = np.maximum.accumulate([0, *(draft.depth for draft in drafts)])

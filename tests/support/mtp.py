@@ -33,9 +33,14 @@ def add_mtp(model: PreTrainedModel, folder: Path, seed: int = 0) -> MtpModel:
 
 
 @torch.no_grad()
-def assert_drafts(model: PreTrainedModel, head: MtpModel, drafted: list[tuple[list[int], list[int]]]) -> None:
+def assert_drafts(
+    model: PreTrainedModel, head: MtpModel, drafted: list[tuple[list[int], list[int]]], start: int = 0
+) -> None:
     """Assert that the head drafts the second list after the first one, whose last token is the sampled one. The model
-    reads the longest lists first: their hidden states serve what they begin with."""
+    reads the longest lists first: their hidden states serve what they begin with.
+
+    start: first position that the head computes.
+    """
     read: list[tuple[list[int], torch.Tensor]] = []
     for tokens, drafts in sorted(drafted, key=lambda one: -len(one[0])):
         before = tokens[:-1]
@@ -43,14 +48,14 @@ def assert_drafts(model: PreTrainedModel, head: MtpModel, drafted: list[tuple[li
         if hidden is None:
             hidden = model.model(torch.tensor([before])).last_hidden_state
             read.append((before, hidden))
-        assert drafts == drafts_of(head, hidden[:, : len(before)], tokens, len(drafts))
+        assert drafts == drafts_of(head, hidden[:, start : len(before)], tokens, len(drafts), start)
 
 
-def drafts_of(head: MtpModel, hidden: torch.Tensor, tokens: list[int], count: int) -> list[int]:
-    """Return what the head drafts. hidden: normalized hidden states of `tokens` but the last."""
+def drafts_of(head: MtpModel, hidden: torch.Tensor, tokens: list[int], count: int, start: int = 0) -> list[int]:
+    """Return what the head drafts. hidden: normalized hidden states of `tokens` from `start` on but the last."""
     cache = MtpCache(config=head.config)
-    ids = torch.tensor([tokens[1:]])
-    positions = torch.arange(1, len(tokens))[None]
+    ids = torch.tensor([tokens[1 + start :]])
+    positions = torch.arange(1 + start, len(tokens))[None]
     drafts: list[int] = []
     for _ in range(count):
         hidden = head.forward_layer(0, hidden, positions, cache, input_ids=ids)[:, -1:]

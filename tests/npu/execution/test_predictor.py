@@ -37,7 +37,7 @@ from tests.support.hybrids import ask, prompts, random_hybrid, settings_of, use_
 from tests.support.loop import Ask, serve
 from tests.support.models import assert_greedy, random_model, saved, saved_w8a8
 from tests.support.mtp import add_likely_mtp, add_mtp, assert_drafts, damped, round_mtp
-from tests.support.recorded_drafting import RecordedDrafting
+from tests.support.recorded_drafting import RecordedDrafting, StoppedDrafting
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +100,25 @@ def test_drafts_after_prefix_hits_and_preemptions_equal_transformers(tmp_path: P
     assert scheduler.memory.prefix_hits > 100
     assert bool(scheduler.preemptions) == (pool == 12)
     assert_drafts(model, head, drafting.drafts)
+
+
+def test_head_that_returns_drafts_as_one_that_begins_there(tmp_path: Path) -> None:
+    """After prompts whose first blocks were computed without the head, by the same request or by another one."""
+    model = random_hybrid(3, num_hidden_layers=4, full_attention_interval=2)
+    head = add_mtp(model, saved(model, tmp_path))
+    size = 16
+    runner = load(tmp_path, dtype="float32", max_num_batched_tokens=2 * size, max_drafts=12, mtp="on", block_size=size)
+    prompt = [(7 * place) % 90 + 5 for place in range(3 * size)]
+    drafting = StoppedDrafting(2, runner.max_drafts, lambda step: step != 1, runner.block_size)
+    asks = [ask([*prompt, 5, 9], 12, 0), ask([*prompt, 5, 7, 6], 12, 30)]
+    answers, scheduler = serve(runner, asks, 2, 40, 2, 2 * size, drafting=drafting)
+    for each, answer in zip(asks, answers, strict=True):
+        assert_greedy(model, each.fields["prompt_ids"], answer.tokens, 12)
+    assert scheduler.memory.prefix_hits >= 2 * size
+    assert len(drafting.drafts) > 10
+    assert_drafts(model, head, drafting.drafts, 2 * size)
+    with pytest.raises(AssertionError):
+        assert_drafts(model, head, drafting.drafts)
 
 
 @pytest.mark.parametrize("pool", [40, 12])
@@ -235,6 +254,25 @@ def test_drafts_of_a_head_are_accepted_and_rejected(served: Served) -> None:
     assert drafted == plain
     assert 0.3 * drafting.drafted < drafting.accepted < drafting.drafted
     assert drafting.accepted_by_kind.keys() == {"model" if served.with_head.config.draft else "mtp"}
+
+
+@settings(max_examples=settings.default.max_examples // 10, deadline=None,
+          suppress_health_check=[HealthCheck.too_slow])
+@given(all_asks=st.lists(random_asks(), min_size=3, max_size=8), pool=st.sampled_from([7, 40]),
+       seats=st.sampled_from([8, 3]), depth=st.sampled_from([1, 2]), stopped=st.lists(st.booleans(), min_size=40))
+def test_answers_with_a_head_that_is_stopped_equal_those_without(
+    served: Served, all_asks: list[Ask], pool: int, seats: int, depth: int, stopped: list[bool]
+) -> None:
+    if served.with_head.config.draft:
+        return  # a smaller model is not stopped
+    plain, _ = serve(served.without, all_asks, 1, pool, seats, 48)
+    runner = served.with_head
+    state_block_size = runner.block_size if runner.num_slots else 0
+    drafting = StoppedDrafting(
+        2, runner.max_drafts, lambda step: not stopped[step % len(stopped)], state_block_size)
+    drafted, _ = serve(runner, all_asks, depth, pool, seats, 48, drafting=drafting)
+    for one, other in zip(plain, drafted, strict=True):
+        equal(one, other)
 
 
 @pytest.mark.parametrize("mask_seconds", [0.0, math.inf])

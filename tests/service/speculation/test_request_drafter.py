@@ -94,7 +94,8 @@ def test_predicted_drafts_are_few_while_rows_wait_for_none() -> None:
     """One after each row until it is known how many are right, then none; as many as possible once rows wait."""
     speculator = Speculator("auto", depth=2)
     assert {speculator.head_depth() for _ in range(100)} == {1}
-    speculator._trial_begin = None
+    assert speculator.head
+    speculator.head._trial_begin = None
     assert {speculator.head_depth() for _ in range(100)} == {0}
     speculator.waits = True
     assert {speculator.head_depth() for _ in range(100)} == {2}
@@ -102,5 +103,5 @@ def test_predicted_drafts_are_few_while_rows_wait_for_none() -> None:
     depths = [speculator.head_depth() for _ in range(10 * (PROBE_STEPS + 1))]
     assert depths.count(2) == 10
     assert depths.count(1) == 10 * PROBE_STEPS
-    speculator.has_head = False
+    speculator.head.stop()
     assert speculator.head_depth() is None

@@ -264,24 +264,19 @@ def simulate_head(
         load = StepTokens(rows, rows)
         prompt = chunk if len(steps) % 2 else 0
         candidates = [Candidate(drafter, 100) for drafter in drafters]
-        waits = speculator.waits
-        counts = [0] * rows
         depth = speculator.head_depth()
-        if waits:
+        counts = [0] * rows
+        if speculator.waits:
             counts = speculator.choose(candidates, load, 512, is_beside_prompts=prompt > 0)
-            waits = speculator.waits
+        waits = speculator.waits
         drafted = [drafter.drafts(count, has_head=speculator.has_head)[1]
                    for drafter, count in zip(drafters, counts, strict=True)]
         num_drafts = sum(map(len, drafted))
         taken = 0
         for drafter, drafts in zip(drafters, drafted, strict=True):
-            answer: list[int] = []
-            for place in range(len(drafts) + 1):
-                answer.append(1)
-                if place == len(drafts) or drafts[place] != 1:
-                    break
-            drafter.extend(answer, 1)
-            taken += len(answer)
+            accepted = [*drafts, 0].index(0)
+            drafter.extend([1] * (accepted + 1), 1)
+            taken += accepted + 1
             if depth:
                 drafter.replace_predicted([int(is_right(made, chance)) for _ in range(depth)])
         of_head = 0.0 if depth is None else (keep + draft * depth) * chance.uniform(1 - noise, 1 + noise)

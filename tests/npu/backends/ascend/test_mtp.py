@@ -26,7 +26,7 @@ from tests.npu.backends.small import GREEDY, ids_of, saved
 from tests.npu.emulator.child import emulated
 from tests.npu.emulator.ranks import Place, on_ranks
 from tests.support import loop
-from tests.support.recorded_drafting import RecordedDrafting
+from tests.support.recorded_drafting import RecordedDrafting, StoppedDrafting
 
 DEPTH = 3
 MEMORY: dict[str, Any] = {"kv_cache_memory": 64 << 20, "max_drafts": 16, "draft_depth": DEPTH}
@@ -206,11 +206,36 @@ def test_mtp_drafts_only_after_as_many_samples_as_padding_has_slots(tmp_path: Pa
         runner = on_npu(tmp_path, mtp="on")
         assert runner.max_drafted_samples == 3
         drafts = runner._dispatch.decodes.drafts
-        assert [drafts[depth].largest for depth in range(1 + DEPTH)] == [4, 2, 2, 2]
+        assert {depth: captured.largest for depth, captured in drafts.items()} == {0: 4, DEPTH: 2}
         answers, drafting = answered(runner, asks(4, 14))
     plain, _ = loop.serve(on_npu(tmp_path), asks(4, 14), 2, 40, 4, 48)
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
     assert drafting.accepted
+
+
+@emulated(relax=RELAX, poison=True)
+def test_mtp_answers_with_a_head_that_is_stopped_equal_those_without(tmp_path: Path) -> None:
+    """The head returns to requests in progress and to prefixes that were computed without it. Captured for any number
+    of drafts, or kernel by kernel, it drafts as on the CPU."""
+    saved_with_head(tmp_path, "dense")
+    requests = [loop.Ask(6 * index, None, {
+        "prompt_ids": ids_of(140, 0) + ids_of(3 + index, index), "max_tokens": 14, "sampling": GREEDY})
+        for index in range(4)]
+    plain, _ = loop.serve(on_npu(tmp_path), requests, 2, 40, 4, 48)
+    runs = []
+    for runner in (on_npu(tmp_path, mtp="auto"), on_npu(tmp_path, mtp="auto", capture="off"),
+                   on_cpu(tmp_path, mtp="auto")):
+        drafting = StoppedDrafting(2, runner.max_drafts, lambda step: step % 13 > 3)
+        answers, scheduler = loop.serve(runner, requests, 2, 40, 4, 48, drafting=drafting)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain]
+        assert scheduler.memory.prefix_hits
+        runs.append({tuple(tokens): drafts for tokens, drafts in drafting.drafts})
+    assert len(runs[0]) > 10
+    assert set(on_npu(tmp_path, mtp="auto")._dispatch.decodes.drafts) == set(range(1 + DEPTH))
+    for other in runs[1:]:
+        pairs = [(drafts, other[tokens]) for tokens, drafts in runs[0].items() if tokens in other]
+        assert len(pairs) > 10
+        assert sum(one != two for one, two in pairs) <= len(pairs) // 10
 
 
 @emulated(relax=RELAX, fresh=True)
