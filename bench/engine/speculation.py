@@ -2,7 +2,8 @@
 
     python bench/engine/speculation.py MODEL [--workloads code summary chat json right wrong adverse]
         [--streams 1 8 32] [--modes off auto suffix mtp] [--tokens 128] [--rounds 3] [--temperature 0]
-        [--chat mtbench_question.jsonl] [--dtype auto] [--depth 3] [--acceptance 0.6 0.8 0.9] [--json]
+        [--chat mtbench_question.jsonl] [--dtype auto] [--depth 3] [--acceptance 0.6 0.8 0.9] [--forced-mode mtp]
+        [--json]
 
 Workloads:
     code      write a file of this repository again, with a name changed
@@ -13,17 +14,19 @@ Workloads:
     right     chat, with drafts that are always right
     wrong     chat, with drafts that are always wrong and look probable
     adverse   chat, with drafts that are right and wrong for 24 tokens in turn, and look probable
-    forced    with mode mtp: the model's head drafts as in a server, and each draft is replaced by the right token with
-              the probability --acceptance, by a wrong one otherwise. `bench/peers/make_model.py qwen3.5-0.8b FOLDER
-              --mtp` writes a model with a head. `expected` is the ratio by the model of step costs: with acceptance p
-              and depth k a step yields 1 + p + ... + p^k tokens, and takes as long as one whose drafts are all right.
-              It does not count the accepted tokens that a hybrid computes twice after a wrong draft
+    forced    with --forced-mode: the model's head drafts as in a server, and each draft is replaced by the right token
+              with the probability --acceptance, by a wrong one otherwise. With auto, the head is stopped where it does
+              not pay: `--forced-mode auto --acceptance 0` shows what a wrong head costs.
+              `bench/peers/make_model.py qwen3.5-0.8b FOLDER --mtp` writes a model with a head. `expected` is the ratio
+              by the model of step costs: with acceptance p and depth k a step yields 1 + p + ... + p^k tokens, and
+              takes as long as one whose drafts are all right. It does not count the accepted tokens that a hybrid
+              computes twice after a wrong draft
 
-All modes must give the same tokens, else the program ends with an error. Printed by workload, number of streams and
-mode: tokens a second after the first token of the last stream, the sum of the streams' own rates since some end early
-(median of the rounds), relative to `off` (median of the rounds' ratios), the 99th percentile of the seconds between two
-messages of a stream (median of the rounds), steps, tokens a step and stream, drafted and accepted tokens, and the share
-of time for drafting.
+Without drafts, a head is not computed. All modes must give the same tokens, else the program ends with an error.
+Printed by workload, number of streams and mode: tokens a second after the first token of the last stream, the sum of
+the streams' own rates since some end early (median of the rounds), relative to `off` (median of the rounds' ratios),
+the 99th percentile of the seconds between two messages of a stream (median of the rounds), steps, tokens a step and
+stream, drafted and accepted tokens, and the share of time for drafting.
 """
 
 from __future__ import annotations
@@ -166,6 +169,17 @@ class ForcedDrafting(Drafting):
             sequence, [token if self._random.random() < self._acceptance else token ^ 1 for token in right])
 
 
+class WithoutDrafts(Drafting):
+    """No drafts, and no head."""
+
+    @property
+    def can_stop_head(self) -> bool:
+        return True
+
+    def plan_head(self, *, may_draft: bool) -> int | None:
+        return None
+
+
 def spoiled(workload: str, answer: list[int]) -> list[int]:
     """Return what the drafts of a workload predict in place of an answer."""
     if workload == "right":
@@ -236,7 +250,7 @@ class Bench:
     def drafting(self, workload: str, mode: str, answers: dict[int, list[int]]) -> Drafting:
         """Return the drafting of a run. A mode keeps its speculator, as a server does."""
         if mode == "off":
-            return Drafting()
+            return WithoutDrafts()
         state_block_size = self._runner.block_size if self._runner.num_slots else 0
         depth = self._args.depth if self._runner.predicts and mode != "suffix" else 0
         speculator = self._speculators.setdefault(
@@ -302,13 +316,16 @@ class Bench:
 
     def compare_forced(self, prompts: Prompts) -> Iterator[dict[str, Any]]:
         """Run without drafts and with each acceptance in turn; yield the results."""
-        answers = self.run(prompts, Drafting()).tokens
+        answers = self.run(prompts, WithoutDrafts()).tokens
+        speculators: dict[float, Speculator] = {}
         runs: dict[float, list[Run]] = {acceptance: [] for acceptance in (-1.0, *self._args.acceptance, 1.0)}
         for round_ in range(self._args.rounds):
             for acceptance, of_kind in list(runs.items())[:: -1 if round_ % 2 else 1]:
-                drafting = Drafting() if acceptance < 0 else ForcedDrafting(
-                    Speculator("mtp", recomputes=self._runner.num_slots > 0, depth=self._args.depth), self._runner,
-                    answers, acceptance)
+                drafting: Drafting = WithoutDrafts()
+                if acceptance >= 0:
+                    speculator = speculators.setdefault(acceptance, Speculator(
+                        self._args.forced_mode, recomputes=self._runner.num_slots > 0, depth=self._args.depth))
+                    drafting = ForcedDrafting(speculator, self._runner, answers, acceptance)
                 run = self.run(prompts, drafting)
                 assert run.tokens == answers, f"acceptance {acceptance}: the tokens differ"
                 of_kind.append(run)
@@ -318,14 +335,15 @@ class Bench:
         for acceptance, of_kind in runs.items():
             tokens = sum(acceptance**number for number in range(self._args.depth + 1))
             ratios = [run.rate / plain.rate for run, plain in zip(of_kind, off, strict=True)]
-            yield {"workload": "forced", "streams": streams, "acceptance": acceptance, "depth": self._args.depth,
+            yield {"workload": "forced", "mode": self._args.forced_mode, "streams": streams, "acceptance": acceptance,
+                   "depth": self._args.depth,
                    **summary(of_kind, off, streams), "ratios": [round(ratio, 2) for ratio in sorted(ratios)],
                    "expected": round(tokens / cost, 2), "step_ms": round(1e3 * step_seconds(runs[1.0]), 1),
                    "step_ms_without": round(1e3 * step_seconds(off), 1)}
 
     def compare(self, workload: str, prompts: Prompts) -> dict[str, list[Run]]:
         """Run all modes in turn."""
-        answers = self.run(prompts, Drafting()).tokens
+        answers = self.run(prompts, WithoutDrafts()).tokens
         runs: dict[str, list[Run]] = {mode: [] for mode in self._args.modes}
         for round_ in range(self._args.rounds):
             for mode in self._args.modes[:: -1 if round_ % 2 else 1]:
@@ -370,6 +388,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
     parser.add_argument("--acceptance", nargs="+", type=float, default=[0.6, 0.8, 0.9])
+    parser.add_argument("--forced-mode", choices=("mtp", "auto"), default="mtp", help="(default: %(default)s)")
     parser.add_argument("--chat", type=Path, help="questions of MT-Bench")
     parser.add_argument("--dtype", default="auto", help="(default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")

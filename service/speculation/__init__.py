@@ -37,8 +37,15 @@ has the blocks, and learn one step late how many are valid. Attention whose leng
 Ascend, cannot do so.
 
 With `auto` the head drafts while rows wait, as deep as recent steps have computed drafts, since each draft reads the LM
-head. In one of PROBE_STEPS other steps it drafts `depth` tokens, to measure their acceptance. It is computed for all
-tokens in any case, for its KV cache.
+head. In one of PROBE_STEPS steps it drafts `depth` tokens, to measure their acceptance. Its seconds are measured by depth
+(`StepResult.head_seconds`), and are no part of the table of step costs.
+
+A head that drafts nothing takes time too, for its KV cache. So with `auto` it is stopped where the best choice of
+drafts with it is no faster than the best one without, its own seconds counted (head_switch.py). It is stopped for all
+requests at once, since it takes the time of reading its weights, however few rows need it. A trial shows later whether
+it pays. It begins when the balance, below, has what a trial costs. The keys and values of the tokens in between are
+missing then. The head reads those behind them alone (scheduling/head_contexts.py), so it returns to requests in
+progress, and to cached prefixes that were computed without it.
 
 Two steps in flight. Drafts need the last token on the host, so a step with drafts is planned when no other step is in
 flight. Either all rows wait for the step before, or none does and there are no drafts (`Speculator.waits`). The rows
@@ -64,7 +71,7 @@ How many drafts (speculator.py). A drafter counts in each mode which of its pred
 no step computed: the tokens are the same. So `auto` knows what drafts would have brought without trying them
 (acceptance.py). With the measured seconds of steps by their number of tokens (step_costs.py) it takes the number of
 drafts, over all rows, with the most tokens a second. A balance bounds the loss if predictions or measurements mislead:
-steps with drafts are planned only while they have cost less than one percent of the time.
+steps with drafts are planned, and the head is computed, only while both have cost less than one percent of the time.
 
 Plain values: nothing here imports the scheduler. `scheduling/drafting.py` joins both.
 """

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from npuserve.npu import emulator
-from npuserve.npu.backends.base import BackendError
+from npuserve.npu.backends.base import BackendError, CaptureError
 from npuserve.npu.execution import draft_buffers
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import RELAX, load
-from tests.npu.backends.ascend.test_ranks import SMALL_BUFFER, from_first, loaded, share
+from tests.npu.backends.ascend.test_ranks import EXEC_SECONDS, SMALL_BUFFER, from_first, loaded, share
 from tests.npu.backends.ascend.test_sampled_steps import refuse_in_captures
 from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.mixture import Family, saved_mixture
@@ -283,6 +283,42 @@ def test_mtp_answers_of_two_ranks_equal_those_of_one_device(place: Place, tmp_pa
         saved_hybrid(tmp_path, layers=2, full=(1,), key_heads=2, value_heads=4)))
     settings = {"decode_buckets": (1, 4), "mtp": "on", **MEMORY}
     runner, _ = loaded(place, folder, **settings)
+    answers, drafting = answered(runner, asks(3, 10))
+    one = from_first(place, "answers", lambda: json.dumps(
+        [answer.tokens for answer in answered(load(folder, **settings), asks(3, 10))[0]]))
+    assert [answer.tokens for answer in answers] == json.loads(one)
+    assert 0 < drafting.accepted < drafting.drafted
+
+
+@pytest.mark.slow
+@on_ranks(joined=False, relax=RELAX, environment={"HCCL_EXEC_TIMEOUT": EXEC_SECONDS, **SMALL_BUFFER})
+def test_rank_that_cannot_capture_drafting_fails(place: Place, tmp_path: Path) -> None:
+    """Drafting that is not captured has other sizes than that of the other ranks. The next group captures none."""
+    folder = share(place, "model", lambda: add_head(
+        saved_hybrid(tmp_path, layers=2, full=(1,), key_heads=2, value_heads=4)))
+    settings = {"decode_buckets": (1, 4), "mtp": "on", **MEMORY}
+    if place.rank:
+        refuse_in_captures("aclnnLogicalAnd")
+        with pytest.raises(CaptureError, match="aclnnLogicalAnd") as refused:
+            loaded(place, folder, **settings)
+        assert refused.value.next_mode == "decoder"
+    else:
+        with pytest.raises(RuntimeError, match="507048"):  # it warms up for its next graph
+            loaded(place, folder, **settings)
+
+
+@pytest.mark.slow
+@on_ranks(joined=False, relax=RELAX, environment=SMALL_BUFFER)
+def test_no_rank_captures_drafting_if_one_may_not(place: Place, tmp_path: Path) -> None:
+    """So starts the group after a rank could not capture drafting."""
+    folder = share(place, "model", lambda: add_head(
+        saved_hybrid(tmp_path, layers=2, full=(1,), key_heads=2, value_heads=4)))
+    settings = {"decode_buckets": (1, 4), "mtp": "on", **MEMORY}
+    runner, _ = loaded(place, folder, capture="decoder" if place.rank else "auto", **settings)
+    captured = runner._dispatch
+    assert captured.decodes.hidden
+    assert captured.chunks.hidden
+    assert (captured.decodes.drafts, captured.chunks.drafts) == ({}, {})
     answers, drafting = answered(runner, asks(3, 10))
     one = from_first(place, "answers", lambda: json.dumps(
         [answer.tokens for answer in answered(load(folder, **settings), asks(3, 10))[0]]))
