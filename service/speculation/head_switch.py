@@ -10,7 +10,7 @@ from __future__ import annotations
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.step_costs import HeadCosts
 
-MIN_TRIAL_DRAFTS = 16
+MIN_TRIAL_DRAFTS = 8
 """Drafts that are compared in a trial."""
 MAX_TRIAL_STEPS = 128
 """Steps after which a trial without a result ends."""

@@ -293,8 +293,24 @@ class Speculator:
         elif self.expected_ratio >= MIN_RATIO and balance >= 0.0:
             self.waits = True
             self._waiting = 0
-            self._used_depth = float(self.depth)
+            self._used_depth = float(self._first_depth(load.rows))
         return choice.counts
+
+    def _first_depth(self, rows: int) -> int:
+        """Return the number of drafts of the head after each row when rows begin to wait.
+
+        All possible ones, if the balance allows for their time until fewer are drafted: so their acceptance is known.
+        Otherwise the number with the most tokens a second, if all rows have as many.
+        """
+        if self.head is None or not self.head.is_on:
+            return self.depth
+        costs = self.head.costs.seconds_by_depth(self.depth)
+        gains = np.cumprod([self.predicted_rates.rate(depth + 1) for depth in range(self.depth)])
+        computed = rows * np.arange(2.0, self.depth + 2)
+        seconds = self.costs.waiting_seconds_of(computed) + np.array(costs[1:])
+        best = 1 + int(((1.0 + np.cumsum(gains)) / seconds).argmax())
+        cost = DEPTH_STEPS * sum(costs[depth] - costs[best] for depth in range(best + 1, self.depth + 1))
+        return self.depth if (self._balance or 0.0) >= cost else best
 
     def _stop_waiting(self) -> None:
         self.waits = False

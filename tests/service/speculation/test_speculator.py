@@ -300,7 +300,7 @@ def simulate_head(
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
-@pytest.mark.parametrize("draft", [0.05, 0.25])
+@pytest.mark.parametrize("draft", [0.05, 0.25, 0.6])
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("measured", [1, 8])
 @pytest.mark.parametrize("chunk", [0, 16])
@@ -322,7 +322,7 @@ def test_head_that_is_right_and_wrong_in_turn_costs_less_than_two_percent(rows: 
 
 
 @pytest.mark.parametrize(("rows", "draft", "most"), [
-    (1, 0.05, 0.5), (1, 0.25, 0.75), (8, 0.05, 0.65), (32, 0.05, 0.85)])
+    (1, 0.05, 0.5), (1, 0.25, 0.75), (1, 0.6, 0.95), (8, 0.05, 0.65), (32, 0.05, 0.85)])
 @pytest.mark.parametrize("measured", [1, 8])
 def test_right_head_saves_time(rows: int, draft: float, most: float, measured: int) -> None:
     simulated = simulate_head(
