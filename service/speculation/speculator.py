@@ -47,6 +47,9 @@ PROBE_STEPS = 64
 known."""
 DEPTH_STEPS = 16
 """Waiting steps after which one draft less is predicted, if fewer are computed."""
+MAX_HEAD_SHARE = 0.8
+"""Largest share of a step's seconds for its head. The host may collect a step late and the next one in time, so that
+the seconds between both are fewer than those of the head on the device."""
 FIRST_TRIAL_STEPS = 4.0
 """Losses that are allowed for the first trial of the head, in overlapped steps."""
 
@@ -212,7 +215,7 @@ class Speculator:
         head_seconds: see `step_applied`.
         """
         # A head computes all tokens of prompts, so that its seconds are not those of a step of decode rows.
-        head_seconds = min(head_seconds or 0.0, seconds)
+        head_seconds = min(head_seconds or 0.0, MAX_HEAD_SHARE * seconds)
         if self.head is not None:
             self.head.count_step(waits=self.waits)
         self.costs.record_mixed(load.tokens, seconds - head_seconds)
@@ -237,8 +240,9 @@ class Speculator:
             return 0.0
         if measured is not None:
             self.head.costs.record(depth, measured)
-            return min(measured, seconds)
-        return min(self.head.costs.seconds_by_depth(depth)[depth], seconds)
+        else:
+            measured = self.head.costs.seconds_by_depth(depth)[depth]
+        return min(measured, MAX_HEAD_SHARE * seconds)
 
     def head_depth(self) -> int | None:
         """Return the number of tokens that a head or a smaller model drafts after each row of the next step.

@@ -338,3 +338,13 @@ def test_head_returns_once_it_is_right(rows: int) -> None:
     assert simulated.steps[-1]
     assert not all(simulated.steps)
     assert simulated.relative < 0.75
+
+
+def test_head_may_take_longer_than_the_time_between_two_results() -> None:
+    """The host collects a step late, and the next one at once."""
+    speculator = Speculator("auto", depth=3)
+    for _ in range(8):
+        speculator.step_applied(StepTokens(1, 1), 1, 1e-4, is_overlapped=True, depth=1, head_seconds=0.5)
+        speculator.mixed_step_applied(StepTokens(2, 9), 0, 1e-4, head_seconds=0.5)
+    assert speculator.costs.seconds_of(1) > 0.0
+    assert speculator.costs.mixed_token_seconds > 0.0
