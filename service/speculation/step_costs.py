@@ -18,6 +18,8 @@ _CURVE_TOKENS = 128
 """Least number of tokens of an estimated curve."""
 _FIRST_SAMPLES = 4
 """Steps of a number of tokens of which the fastest counts: the first ones take longer, since caches are cold."""
+_MIN_SECONDS = 1e-9
+"""Least seconds of a head: a clock may show none."""
 _MIN_SAMPLES = 3
 """Steps after which an average is used as the time of overlapped steps."""
 
@@ -125,24 +127,26 @@ class HeadCosts:
     """Average seconds that a model's head takes in a step, by the number of tokens that it drafts after each row."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._averages: dict[int, _Average] = {}
 
     def record(self, depth: int, seconds: float) -> None:
         """Record a step in which the head drafted `depth` tokens after each row; 0 for its keys and values alone."""
-        average = self._seconds.get(depth)
+        seconds = max(seconds, _MIN_SECONDS)
+        average = self._averages.get(depth)
         if average is None:
-            self._seconds[depth] = seconds
+            self._averages[depth] = _Average(seconds)
             return
-        change = min(max(seconds / max(average, 1e-9), 1 / _MAX_CHANGE), _MAX_CHANGE) - 1.0
-        for other in self._seconds:
-            self._seconds[other] *= 1.0 + change * (_WEIGHT if other == depth else _COMMON_WEIGHT)
+        common = 1.0 + (average.change(seconds) - 1.0) * _COMMON_WEIGHT
+        for other in self._averages.values():
+            if other is not average:
+                other.seconds *= common
 
     def seconds_by_depth(self, most: int) -> list[float]:
         """Return the estimated seconds for 0 to `most` drafts; 0 before any was measured.
 
         A depth that was not measured is on the line between its neighbours, or beyond the last two.
         """
-        points = {0: 0.0} | self._seconds
+        points = {0: 0.0} | {depth: average.seconds for depth, average in self._averages.items()}
         depths = sorted(points)
         seconds = [points[depth] for depth in depths]
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (depths[-1] - depths[-2])) if len(depths) > 1 else 0.0
