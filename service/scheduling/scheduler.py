@@ -285,7 +285,7 @@ class Scheduler:
         self._admit_waiting(plan, now)
         saves, loads = self.loads.take_copies(has_rows=bool(plan.rows))
         if self._heads is not None:
-            self._heads.loaded(copy.index for load in loads for copy in load.copies if copy.part < 0)
+            self._heads.loaded(copy.device_index for load in loads for copy in load.copies if copy.part < 0)
         if not plan.rows:
             return Plan(Step([], saves=saves, loads=loads), plan.dropped, [])
         prompts = self._max_num_batched_tokens - plan.budget - decodes - num_more
