@@ -95,7 +95,7 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def FlushPrefixCache(self, request, context):
-        """Evicts every cached prefix that no running request uses.
+        """Evicts every cached prefix that no running request uses, also from host memory (kv_offload_memory).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

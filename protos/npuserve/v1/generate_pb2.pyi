@@ -467,8 +467,8 @@ class SchedulingParams(_message.Message):
     """Compute the whole prompt, without cached prefixes. Default false."""
     cache_salt: _builtins.str
     """At most 128 characters. Requests share cached prefixes only with requests of the same caller and salt. Callers without
-    API key and client certificate count as one caller. With the server's share_prefix_cache set to all, all callers do. Default: the
-    empty salt.
+    API key and client certificate count as one caller. With the server's share_prefix_cache set to all, all callers do.
+    Default: the empty salt.
     """
     speculate: _builtins.bool
     """Let steps compute drafts of the answer, if the server's setting `speculate` allows it. The answer is the same. Default

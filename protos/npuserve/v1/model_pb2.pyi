@@ -194,12 +194,12 @@ class GetModelInfoResponse(_message.Message):
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def quantization(self) -> _builtins.str:
-        """Quantization scheme: none, w8a8 or w8a8-fp8. Deprecated: use quantization_scheme."""
+        """Quantization scheme: none, w8a8, w8a8-fp8, w4a16 or w4a8. Deprecated: use quantization_scheme."""
 
     @quantization.setter
     @_deprecated("""This field has been marked as deprecated using proto field options.""")
     def quantization(self, value: _builtins.str) -> None:
-        """Quantization scheme: none, w8a8 or w8a8-fp8. Deprecated: use quantization_scheme."""
+        """Quantization scheme: none, w8a8, w8a8-fp8, w4a16 or w4a8. Deprecated: use quantization_scheme."""
 
     @_builtins.property
     @_deprecated("""This field has been marked as deprecated using proto field options.""")

@@ -216,7 +216,7 @@ class RankResponse(_message.Message):
     @_builtins.property
     def scores(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Relevance of each document, in the order of the request. [0, 1]: the probability of the model's token for yes, as opposed
-        to its token for no.
+        to its token for no; of a classifier, the sigmoid of its label's logit.
         """
 
     @_builtins.property
