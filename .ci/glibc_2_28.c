@@ -15,6 +15,10 @@ HIDDEN uint32_t arc4random(void) {
     return value;
 }
 
+/* Called by a libstdc++ that was built with glibc 2.38 or newer, as Ubuntu 24.04's; strtoul does not read 0b1. */
+unsigned long strtoul_2_28(const char *, char **, int) __asm__("strtoul");
+HIDDEN unsigned long __isoc23_strtoul(const char *text, char **end, int base) { return strtoul_2_28(text, end, base); }
+
 /* Waits by the real-time clock, so that a change of that clock moves the deadline. */
 HIDDEN int pthread_cond_clockwait(pthread_cond_t *condition, pthread_mutex_t *mutex, clockid_t clock,
                                   const struct timespec *deadline) {
