@@ -7,8 +7,8 @@ on one CPU thread under callgrind, and then RequestHistory records the same step
 each timed step (one of `kernel_sampling`), and one entry a request of TOKENS tokens. The engine's messages and metrics
 are not counted, so a step of a server takes more instructions, and the share is an upper bound.
 
-valgrind has no AVX-512: the kernels are those of AVX2, which need more instructions than wider ones. Therefore the share
-beside the host's work alone, without the kernels' library, is printed too. Needs valgrind 3.19 or newer.
+valgrind has no AVX-512: the kernels are those of AVX2, which need more instructions than wider ones. Therefore the
+share beside the host's work alone, without the kernels' library, is printed too. Needs valgrind 3.19 or newer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def run_counted(model: str, rows: list[int], steps: int, calls: list[str]) -> No
             pass
         for _ in range(WARM_UP):
             bench.step()
-        done = []
+        done: list[Any] = []
         mark()
         while len(done) < steps:
             if (step := bench.pipeline.advance()) is not None:
@@ -143,20 +143,18 @@ def main() -> None:
              "--counted", json.dumps(calls)], check=True, env={**os.environ, "PYTHONHASHSEED": "0"})
         parts = counts(Path(folder))
     sampling = ServerConfig().kernel_sampling
-    print(f"{len(calls)} kernel calls in a timed step, one of {sampling}; answers of {args.tokens} tokens; instructions")
+    print(f"{len(calls)} kernel calls in a timed step, one of {sampling}; answers of {args.tokens} tokens")
     for index, number in enumerate(rows):
-        _, step, add, kernels, end = parts[5 * index:5 * index + 5]
-        report(number, args, step, add, kernels, end, sampling)
-
-
-def report(number: int, args: Any, step: tuple[int, int], add: tuple[int, int], kernels: tuple[int, int],
-           end: tuple[int, int], sampling: int) -> None:
-    history = add[0] / args.steps + kernels[0] / REPEATS / sampling + number * end[0] / REPEATS / args.tokens
-    whole, host = (instructions / args.steps for instructions in step)
-    print(f"{number} rows: history {history:,.0f} a step (step {add[0] / args.steps:,.0f}, kernels "
-          f"{kernels[0] / REPEATS / sampling:,.0f}, ends {number * end[0] / REPEATS / args.tokens:,.0f}); step "
-          f"{whole:,.0f}, of these the host's {host:,.0f}; history beside the step {history / whole:.4%}, beside the "
-          f"host's work alone {history / host:.2%}", flush=True)
+        _, (steps, host), (entries, _), (kernels, _), (ends, _) = parts[5 * index:5 * index + 5]
+        step_entry = entries / args.steps
+        kernel_entries = kernels / REPEATS / sampling
+        request_entries = ends / REPEATS * number / args.tokens
+        history = step_entry + kernel_entries + request_entries
+        print(
+            f"{number} rows, instructions a step: {steps / args.steps:,.0f}, {host / args.steps:,.0f} of them outside "
+            f"of the kernels' library; history {history:,.0f} (step {step_entry:,.0f}, timed kernels "
+            f"{kernel_entries:,.0f}, ends of requests {request_entries:,.0f}): {history * args.steps / steps:.3%} of "
+            f"the step, {history * args.steps / host:.2%} of the part outside", flush=True)
 
 
 if __name__ == "__main__":
