@@ -18,6 +18,7 @@ Run the program twice, so that the page cache is warm.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import socket
@@ -132,4 +133,6 @@ def measure(arguments: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1:])))
+    parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [MODEL] [npuserve serve flags]",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    print(json.dumps(measure(parser.parse_known_args()[1])))

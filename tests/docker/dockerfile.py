@@ -75,6 +75,23 @@ def sent(root: Path = ROOT) -> list[Path]:
             if not ignored(name) and ((root / name).is_file() or (root / name).is_symlink())]
 
 
+def filled(text: str, variables: dict[str, str]) -> str:
+    """Return the text with the values of ${NAME}; nothing for unknown names."""
+    return re.sub(r"\${(\w+)}", lambda match: variables.get(match[1], ""), text)
+
+
+def with_arguments(stage: list[Instruction], arguments: dict[str, str]) -> list[Instruction]:
+    """Return the instructions with the stage's ARGs in the files that COPY names."""
+    variables = dict(arguments)
+    instructions = []
+    for name, text in stage:
+        if name == "ARG":
+            key, _, value = text.partition("=")
+            variables.setdefault(key, filled(value, variables))
+        instructions.append(Instruction(name, filled(text, variables) if name == "COPY" else text))
+    return instructions
+
+
 def dependencies(build: list[Instruction], arguments: dict[str, str]) -> str:
     """Return the digest of the instructions before the COPY of the whole tree, and of the files that they copy."""
     found: list[object] = [sys.version, arguments]
@@ -88,7 +105,8 @@ def dependencies(build: list[Instruction], arguments: dict[str, str]) -> str:
 
 def run_build(kind: str, folder: Path, arguments: dict[str, str]) -> Path:
     """Run the build stage and return its environment. Raises CalledProcessError if a RUN fails."""
-    _, build, _ = read(FOLDER / f"Dockerfile.{kind}")
+    _, stage, _ = read(FOLDER / f"Dockerfile.{kind}")
+    build = with_arguments(stage, arguments)
     variables = {**os.environ, **arguments, "VENV": str(folder / "venv")}
     where, context = folder, sent()
     digest, mark = dependencies(build, arguments), folder / "dependencies"
@@ -114,7 +132,7 @@ def run_build(kind: str, folder: Path, arguments: dict[str, str]) -> Path:
         elif name in ("ARG", "ENV"):
             for word in text.split():
                 key, _, value = word.partition("=")
-                value = re.sub(r"\${(\w+)}", lambda found: variables.get(found.group(1), ""), value)
+                value = filled(value, variables)
                 variables[key] = variables.get(key, value) if name == "ARG" else value
         elif name == "WORKDIR":
             where = folder / text.lstrip("/")

@@ -265,6 +265,16 @@ def test_build_context_is_the_package_only():
     assert not [name for name in names if re.search(r"\.so$|__pycache__|Dockerfile|/\.", name)]
 
 
+@pytest.mark.parametrize("arguments", [{}, {"TORCH": "2.13.0", "TORCH_NPU": "2.13.0"}])
+def test_build_copies_the_lock_file_of_the_given_torch_npu(arguments: dict[str, str]):
+    _, stage, _ = read(FOLDER / "Dockerfile.ascend")
+    build = dockerfile.with_arguments(stage, arguments)
+    copied = next(text for name, text in build if name == "COPY").split()[:-1]
+    assert all((ROOT / file).exists() for file in copied)
+    assert f"docker/requirements-torch-npu-{arguments.get('TORCH_NPU', '2.10.0.post4')}.txt" in copied
+    assert dockerfile.dependencies(build, arguments)
+
+
 def test_dependencies_change_with_pins_instructions_and_arguments_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
