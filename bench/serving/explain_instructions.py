@@ -4,8 +4,8 @@
 
 A count does not depend on what else the machine computes. First the scheduler, runner and kernels of an engine run
 decode steps on one CPU thread. Then RequestHistory records the same steps: one entry a step, the kernel calls of each
-timed step (one of `kernel_sampling`), and one entry a request of TOKENS tokens. The engine's messages and metrics are not
-counted. A step of a server therefore takes more instructions, and the share is an upper bound.
+timed step (one of `kernel_sampling`), and one entry a request of TOKENS tokens. The engine's messages and metrics are
+not counted. A step of a server therefore takes more instructions, and the share is an upper bound.
 
 valgrind has no AVX-512, so the kernels of AVX2 run. AVX2 needs more instructions than wider registers. Therefore the
 share of the instructions outside of the kernels' library is printed too. Needs valgrind 3.19 or newer.
