@@ -30,7 +30,7 @@ from npuserve.cli.bench.step import WARM_UP, Bench, spare
 from npuserve.service.config import ServerConfig
 from npuserve.service.engine.request_history import RequestHistory
 
-CONTEXT = 64
+CONTEXT = 16
 """Tokens of each request before the counted steps."""
 REPEATS = 100
 """Recordings of a timed step's kernel calls, and of the ends of requests."""
