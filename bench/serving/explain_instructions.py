@@ -56,7 +56,7 @@ def mark() -> None:
 
 
 def run_counted(model: str, rows: list[int], steps: int, calls: list[str]) -> None:
-    """Do the counted work, with the marks that `counts` reads: four parts for each number of rows."""
+    """Do the counted work, with the marks that `counts` reads: six parts for each number of rows."""
     bench = load(model, rows, steps, kernel_sampling=0)
     for number in rows:
         answer = spare(number, CONTEXT, bench.budget) + WARM_UP + steps + 2
@@ -71,6 +71,11 @@ def run_counted(model: str, rows: list[int], steps: int, calls: list[str]) -> No
             if (step := bench.pipeline.advance()) is not None:
                 done.append(step)
         mark()
+        for sequence in sequences:
+            bench.scheduler.cancel(sequence.id)
+        while bench.pipeline:
+            bench.step()
+        mark()
         history = RequestHistory()
         for step in done:
             history.add(step.step, False, 1.0, 2.0, None)
@@ -84,10 +89,6 @@ def run_counted(model: str, rows: list[int], steps: int, calls: list[str]) -> No
         for repeat in range(REPEATS):
             history.end(sequences[repeat % number], now)
         mark()
-        for sequence in sequences:
-            bench.scheduler.cancel(sequence.id)
-        while bench.pipeline:
-            bench.step()
 
 
 def counts(folder: Path) -> list[tuple[int, int]]:
@@ -145,7 +146,7 @@ def main() -> None:
     sampling = ServerConfig().kernel_sampling
     print(f"{len(calls)} kernel calls in a timed step, one of {sampling}; answers of {args.tokens} tokens")
     for index, number in enumerate(rows):
-        _, (steps, host), (entries, _), (kernels, _), (ends, _) = parts[5 * index:5 * index + 5]
+        _, (steps, host), _, (entries, _), (kernels, _), (ends, _) = parts[6 * index:6 * index + 6]
         step_entry = entries / args.steps
         kernel_entries = kernels / REPEATS / sampling
         request_entries = ends / REPEATS * number / args.tokens
