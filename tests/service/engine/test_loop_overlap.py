@@ -197,7 +197,8 @@ def test_loop_stops_reading_before_the_end_of_a_step_whose_tokens_the_next_one_n
         assert timeout > 0
         now += timeout
 
-    scheduler = SimpleNamespace(expected_seconds=expected, is_loading=False, poll_loads=lambda: None)
+    scheduler = SimpleNamespace(
+        expected_seconds=expected, loads=SimpleNamespace(has_loads=False, poll=lambda: None))
     engine = object.__new__(Engine)
     monkeypatch.setattr(loop.time, "monotonic", lambda: now)
     monkeypatch.setattr(engine, "receive", receive)
@@ -228,7 +229,8 @@ def test_loop_polls_loads_from_host_memory_during_a_step(monkeypatch: pytest.Mon
     monkeypatch.setattr(loop.time, "monotonic", lambda: now)
     monkeypatch.setattr(engine, "receive", receive)
     for name, made in {
-        "_scheduler": SimpleNamespace(expected_seconds=0.1, is_loading=True, poll_loads=poll_loads),
+        "_scheduler": SimpleNamespace(
+            expected_seconds=0.1, loads=SimpleNamespace(has_loads=True, poll=poll_loads)),
         "_outbox": SimpleNamespace(flush=lambda: None), "_runner": SimpleNamespace(ready=lambda handle: now >= 0.1),
         "_pipeline": SimpleNamespace(oldest=SimpleNamespace(handle=None), oldest_began=0.0, needs_tokens=False),
     }.items():
