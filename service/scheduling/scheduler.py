@@ -148,8 +148,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Number of requests in the queue, also preempted ones, and of requests that wait for a prompt, a grammar or
-        a
-        prefix from host memory."""
+        a prefix from host memory."""
         return len(self._queue) + len(self._samples) + len(self._compiling) + len(self.loads)
 
     @property
@@ -260,6 +259,7 @@ class Scheduler:
         self.loads.end()
         if self.waits_for_tokens:
             return Plan(Step([]), [], [])
+        self._successor = None  # that of the last plan may have ended
         self._run_unpaused(now)
         running = self._running
         leaving = self._yield_to_next() if self._queue else []
@@ -520,7 +520,6 @@ class Scheduler:
         The waiting request is admitted before all others. So is a small newcomer that needs no yield, unless preempted
         requests can return.
         """
-        self._successor = None
         if self.quarantine:
             return []
         newcomer = self._queue.newcomer()

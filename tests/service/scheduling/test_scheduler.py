@@ -257,6 +257,24 @@ def test_youngest_is_preempted_whatever_the_priority() -> None:
     harness.finish()
 
 
+@pytest.mark.parametrize("end", ["cancel", "pause"])
+def test_newcomer_that_leaves_before_a_preemption_is_not_admitted(end: str) -> None:
+    """It would have got the next free place."""
+    harness = crowded(max_num_seqs=2)
+    sequences = [harness.add([token] * 3, 8, client="a") for token in (1, 2)]
+    for _ in range(3):
+        harness.tick()
+    newcomer = harness.add([3], 1, client="b")
+    harness.tick()
+    getattr(harness, end)(newcomer)
+    while not harness.scheduler.preemptions:
+        harness.tick()
+    harness.unpause(newcomer)
+    harness.finish()
+    for sequence in sequences:
+        harness.check_answer(sequence)
+
+
 def test_youngest_preempts_itself() -> None:
     harness = SchedulerHarness(num_blocks=5, block_size=4, budget=3, prefix_cache=False)
     last = harness.add([1] * 3, 8)
