@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
@@ -60,6 +60,7 @@ class SlotTable:
     spare: slot that a retractable row writes; NO_SLOT for none.
     is_spare_lent: `spare` goes back once the row in flight is applied.
     source: checkpoint that the next row reads instead of `current`; NO_SLOT for none.
+    read: checkpoint that the row planned last reads; NO_SLOT for none.
     is_shared: its states may become checkpoints.
     taken: states that become checkpoints, in the order of their positions.
     continued: digest of the last checkpoint on the request's path; b"" for none.
@@ -71,6 +72,7 @@ class SlotTable:
     spare: int = NO_SLOT
     is_spare_lent: bool = False
     source: int = NO_SLOT
+    read: int = NO_SLOT
     is_shared: bool = False
     taken: list[TakenState] = field(default_factory=list)
     continued: bytes = b""
@@ -97,6 +99,7 @@ class SlotTable:
         self._before = (self.current, self.spare, self.source, start) if is_retractable else None
         source = self.source
         self.source = NO_SLOT
+        self.read = source
         if start == 0:
             return NO_SLOT, self.current
         if source != NO_SLOT:
@@ -198,15 +201,16 @@ class StateSlots:
             table.spare = self._free.pop()
         return True
 
-    def _provide(self, count: int, priority: float = math.inf) -> bool:
+    def _provide(self, count: int, priority: float = math.inf, kept: Set[int] = frozenset()) -> bool:
         """Evict checkpoints until `count` slots are free. Return False, and change nothing, if that is impossible.
 
         priority: highest of a victim.
+        kept: slots whose checkpoints are not evicted.
         """
         missing = count - len(self._free)
         if missing <= 0:
             return True
-        victims = heapq.nsmallest(missing, self._evictable(), key=self._priority)
+        victims = heapq.nsmallest(missing, self._evictable(kept), key=self._priority)
         if len(victims) < missing or self._priority(victims[-1]) > priority:
             return False
         for victim in victims:
@@ -216,9 +220,9 @@ class StateSlots:
             self._evict(victim)
         return True
 
-    def _evictable(self) -> list[bytes]:
-        """Return the digests of the checkpoints that no planned row will read."""
-        read = set().union(*(table.sources for table in self._tables.values()))
+    def _evictable(self, kept: Set[int] = frozenset()) -> list[bytes]:
+        """Return the digests of the checkpoints that no further row will read, without those in the slots `kept`."""
+        read = set(kept).union(*(table.sources for table in self._tables.values()))
         return [digest for digest, checkpoint in self._checkpoints.items() if checkpoint.slot not in read]
 
     def _priority(self, digest: bytes) -> int:
@@ -244,7 +248,7 @@ class StateSlots:
 
     def _forget(self, table: SlotTable) -> None:
         self._tables.pop(id(table), None)
-        table.current = table.spare = table.source = NO_SLOT
+        table.current = table.spare = table.source = table.read = NO_SLOT
         table.is_spare_lent = False
         table.taken = []
         table._before = None
@@ -309,8 +313,11 @@ class StateSlots:
         return len(self._free) + len(self._evictable())
 
     def begin_load(self) -> int | None:
-        """Return a slot for a state from host memory; None if all are in use."""
-        if not self._provide(1):
+        """Return a slot for a state from host memory; None if all are in use.
+
+        The load begins with the step that is planned now, before its rows. So it gets no slot that one of them reads.
+        """
+        if not self._provide(1, kept={table.read for table in self._tables.values()}):
             return None
         slot = self._free.pop()
         self._loading.add(slot)

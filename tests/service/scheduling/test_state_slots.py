@@ -45,6 +45,19 @@ def test_retracted_row_is_computed_again_from_the_state_before_it() -> None:
     assert table.plan_row(7, is_retractable=True) == (before, table.current)
 
 
+def test_load_gets_no_slot_that_a_row_of_its_step_reads() -> None:
+    slots = StateSlots(2)
+    keep(slots, table := allocated(slots), 16, b"a")
+    slots.free(table)
+    assert slots.longest([b"a"]) == (1, b"a")
+    table = allocated(slots, b"a")
+    table.plan_row(16, is_retractable=False)
+    assert slots.begin_load() is None
+    table.plan_row(17, is_retractable=False)
+    assert slots.begin_load() is not None
+    assert not slots.has(b"a")
+
+
 def test_taken_state_is_continued_in_another_slot_and_found_once_registered() -> None:
     slots = StateSlots(3)
     table = allocated(slots)
