@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -9,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.npu.step import HostSlots, Step
+from npuserve.service.errors import DeadlineExceeded
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import Spacing
 from npuserve.service.scheduling.host_tier import HostTier, state_key
 from npuserve.service.scheduling.sequence import Sequence, State
-from tests.service.scheduling.stepwise import SchedulerHarness
+from tests.service.scheduling.stepwise import TICK, SchedulerHarness
+from tests.service.structured_output.test_answer_matcher import LONG, SHORT
 
 
 def ids(seed: int, length: int = 12) -> list[int]:
@@ -209,6 +212,35 @@ def test_state_with_a_scope_is_not_saved(scope: int) -> None:
     assert tier.has_state(digest) == (scope == 0)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_deadlines_end_requests_that_wait_for_a_load(seed: int) -> None:
+    """Loads take longer than some deadlines. Later requests find what a load brings, whatever its request did."""
+    harness = harness_of(host_slots=100, num_blocks=16, num_slots=6, max_num_seqs=3)
+    draw = random.Random(seed)
+    for number in range(8):
+        answer(harness, ids(number))
+    harness.device.load_polls = 8
+    num_late = num_loading = 0
+    all_sequences: list[Sequence] = []
+    for _ in range(120):
+        deadline = harness.now + draw.choice([6, 10, 40]) * TICK
+        with contextlib.suppress(DeadlineExceeded):
+            all_sequences.append(harness.add(ids(draw.randrange(8)), draw.randint(1, 3), deadline=deadline))
+        for _ in range(draw.randint(1, 8)):
+            loading = [sequence for sequence in harness.live.values() if sequence.state is State.LOADING]
+            harness.tick()
+            num_loading += len(loading)
+            num_late += sum(sequence.id in harness.dropped for sequence in loading)
+    harness.finish()
+    assert num_late >= 5
+    assert num_loading > 100
+    for sequence in all_sequences:
+        assert (sequence.id in harness.reasons) != (sequence.id in harness.dropped)
+        if sequence.id in harness.reasons:
+            harness.check_answer(sequence)
+    assert tier_of(harness).hits > 200
+
+
 def test_requests_with_one_prefix_wait_for_one_load() -> None:
     harness = harness_of(host_slots=100, num_blocks=30, num_slots=10, max_num_seqs=4)
     for seed in range(1, 12):
@@ -230,7 +262,7 @@ def test_state_larger_than_host_memory_is_not_saved() -> None:
 
 
 def test_thousand_requests_under_pressure_are_answered_as_alone() -> None:
-    """Conversations of many clients that grow by turns, with samples, constraints, cancels and preemptions."""
+    """Conversations of many clients that grow by turns, with samples, cancels and preemptions."""
     harness = harness_of(host_slots=150, num_blocks=24, num_slots=8, max_num_seqs=5, budget=16)
     draw = random.Random(0)
     turns = [ids(seed, 6) for seed in range(12)]
@@ -261,11 +293,13 @@ def test_thousand_requests_under_pressure_are_answered_as_alone() -> None:
 
 @given(st.data())
 def test_answers_are_those_alone_under_pressure(data: st.DataObject) -> None:
-    """Shared beginnings, salts, samples, cancels, pauses, flushes and corrupt slots, with few blocks and slots."""
+    """Shared beginnings, salts, samples, constraints, deadlines, cancels, pauses, flushes and corrupt slots, with few
+    blocks and slots."""
+    num_slots = data.draw(st.integers(1, 6))
     harness = harness_of(
-        host_slots=data.draw(st.integers(1, 40)), num_blocks=data.draw(st.integers(7, 14)),
-        num_slots=data.draw(st.integers(1, 6)), max_num_seqs=data.draw(st.integers(1, 4)),
-        budget=data.draw(st.integers(4, 16)), depth=data.draw(st.integers(1, 2)),
+        host_slots=data.draw(st.integers(1, 40)), num_blocks=data.draw(st.integers(7, 14)), num_slots=num_slots,
+        max_num_seqs=data.draw(st.integers(1, 4)), budget=data.draw(st.integers(4, 16)),
+        depth=data.draw(st.integers(1, 2)),
         spacing=data.draw(st.sampled_from([Spacing(1, 100), Spacing(1, 1), Spacing(4, 8)])),
         host={"num_early": data.draw(st.integers(0, 8)), "max_saves": data.draw(st.integers(1, 8))},
         drafts=data.draw(st.sampled_from(["off", "right", "wrong"])))
@@ -275,10 +309,16 @@ def test_answers_are_those_alone_under_pressure(data: st.DataObject) -> None:
         match data.draw(st.sampled_from(["add", "add", "add", "samples", "cancel", "pause", "flush", "corrupt"])):
             case "add":
                 prompt = ids(data.draw(st.integers(0, 3)), data.draw(st.integers(1, 10)))
-                all_sequences.append(harness.add(
-                    prompt, data.draw(st.integers(1, 3)), cache_salt=data.draw(st.sampled_from(["", "", "a"])),
-                    client=data.draw(st.sampled_from(["x", "y"])),
-                    bypass_prefix_cache=data.draw(st.sampled_from([False, False, True]))))
+                ticks = data.draw(st.sampled_from([None, None, 3, 12]))
+                # A constrained request needs two slots.
+                constraint = data.draw(st.sampled_from([None, None, LONG, SHORT])) if num_slots > 1 else None
+                with contextlib.suppress(DeadlineExceeded):
+                    all_sequences.append(harness.add(
+                        prompt, data.draw(st.integers(4 if constraint else 1, 4)), constraint=constraint,
+                        cache_salt=data.draw(st.sampled_from(["", "", "a"])),
+                        client=data.draw(st.sampled_from(["x", "y"])),
+                        deadline=None if ticks is None else harness.now + ticks * TICK,
+                        bypass_prefix_cache=data.draw(st.sampled_from([False, False, True]))))
             case "samples":
                 all_sequences += harness.add_samples(
                     ids(data.draw(st.integers(0, 3)), 9), 2, bypass_prefix_cache=data.draw(st.booleans()))
