@@ -125,7 +125,7 @@ class HostSlots(NamedTuple):
     block_bytes: bytes of a slot.
     state_parts: number of slots that a fixed state takes; 0 for a model without.
     max_saves: maximum number of slots that a step saves to; None for no limit.
-    num_early: number of blocks, free or next to be evicted, that need no save at their eviction.
+    num_early: number of blocks, free or next to be evicted, of which nearly all need no save at their eviction.
     max_early_saves: maximum number of blocks that a step saves before their eviction.
     """
 

@@ -133,6 +133,7 @@ class BlockManager:
         self._scopes: dict[int, set[bytes]] = {}  # digests that were registered under each scope; some may be evicted
         self._scoped: set[bytes] = set()  # all digests in _scopes
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._num_ever_cached = 0
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
@@ -181,16 +182,17 @@ class BlockManager:
         return digest in self._by_digest
 
     @property
-    def index_version(self) -> int:
-        """Number that increases with each change of what can be found."""
-        return self._index_version
+    def num_uncached(self) -> int:
+        """Number of times that a block ceased to be cached, since the start."""
+        return self._num_ever_cached - len(self._cached)
 
-    def next_evicted(self) -> Iterator[tuple[bytes, int]]:
-        """Yield digest and id of the cached blocks without a scope, in the order of their eviction."""
-        for block in self._cached:
+    def next_evicted(self, start: int, end: int) -> Iterator[tuple[int, bytes, int]]:
+        """Yield place, digest and id of the cached blocks at the places [start, end) in the order of their eviction,
+        without those with a scope. A block that ceases to be cached moves those behind it by one place."""
+        for place, block in enumerate(itertools.islice(self._cached, start, end), start):
             digest = self._digest[block]
             if digest is not None and digest not in self._scoped:
-                yield digest, block
+                yield place, digest, block
 
     def save_state(self, digest: bytes, slot: int) -> None:
         """Let the keeper of evicted blocks save the fixed state after a block, which is in a slot of the device.
@@ -391,6 +393,7 @@ class BlockManager:
             duplicates = self._duplicates.get(digest)
             if duplicates is None:
                 self._cached[block] = None
+                self._num_ever_cached += 1
                 return
             if self._by_digest[digest] == block:
                 self._by_digest[digest], _ = duplicates.popitem()

@@ -16,8 +16,8 @@ used block or state is forgotten. One whose checksum differs is forgotten too, a
 
 A step saves to at most `max_saves` slots. Blocks that are evicted beyond them are lost, the first ones first: a prefix
 is evicted from its end, and is of no use without its beginning. A long prompt evicts more blocks than one step saves.
-Blocks are therefore saved before their eviction, some in each step, until the next `num_early` blocks that the block
-manager will give away are free or saved.
+Blocks are therefore saved before their eviction, `max_early_saves` in a step, until fewer than as many of the next
+`num_early` blocks that the block manager will give away are neither free nor saved.
 
 The interface to block manager and scheduler is that of a connector: `save`, `find`, `begin_load`, and `end_loads` for
 what has ended. The index ends with the engine's process, as the memory does.
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots
-from npuserve.service.scheduling.block_manager import BlockCounts, BlockManager, BlockTable, IntegrityError
+from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
 from npuserve.service.scheduling.state_slots import StateSlots
 
 _STATE = b"state"
@@ -109,7 +109,8 @@ class HostTier:
         self._max_saves = self.num_slots if host.max_saves is None else host.max_saves
         self._num_early = min(host.num_early, self.num_slots // 2)
         self._max_early_saves = host.max_early_saves
-        self._saved_early: tuple[int, BlockCounts] | None = None  # blocks that need no further early saves
+        self._num_checked = 0  # of the blocks that are evicted next, those that need no early save
+        self._num_uncached = 0  # of the block manager when they were counted
         self._loads: dict[int, _Load] = {}  # in progress, the oldest first
         self._load_of: dict[bytes, int] = {}  # key -> the load in progress that contains it
         self._ids = itertools.count()
@@ -186,19 +187,23 @@ class HostTier:
         return True
 
     def _save_early(self, blocks: BlockManager) -> None:
-        """Save some of the blocks that will be evicted next."""
+        """Save some of the blocks that will be evicted next, once there are as many to save as one step may save."""
         counts = blocks.counts
-        num_next = self._num_early - counts.free
-        if num_next <= 0 or self._saved_early == (blocks.index_version, counts):
+        num_next = min(self._num_early - counts.free, counts.cached)
+        num_uncached = blocks.num_uncached
+        self._num_checked = max(0, self._num_checked - (num_uncached - self._num_uncached))
+        self._num_uncached = num_uncached
+        if num_next - self._num_checked < self._max_early_saves:
             return
         left = min(self._max_early_saves, self._max_saves - self._num_new)
-        for digest, block in itertools.islice(blocks.next_evicted(), num_next):
+        for place, digest, block in blocks.next_evicted(self._num_checked, num_next):
             if digest in self._slots:
                 continue
             if not left or not self._keep(digest, block):
+                self._num_checked = place
                 return
             left -= 1
-        self._saved_early = blocks.index_version, counts
+        self._num_checked = num_next
 
     def has(self, digest: bytes) -> bool:
         """Return whether host memory has a block."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 
 import pytest
 from hypothesis import given
@@ -274,6 +275,36 @@ def test_blocks_are_saved_before_a_long_prompt_evicts_them() -> None:
     assert sum(answer(late, ids(seed)).cached_tokens for seed in (1, 2)) < 20
     assert tier_of(early).num_dropped == 0
     assert [answer(early, ids(seed)).cached_tokens for seed in (1, 2)] == [10, 10]
+
+
+def test_early_saves_look_at_each_block_once() -> None:
+    """A step looks at the blocks that have become the next ones since the last look, not at all of the next ones."""
+    looks = 0
+
+    class Slots(OrderedDict[bytes, list[int]]):
+        def __contains__(self, key: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return super().__contains__(key)
+
+    tier = HostTier(HostSlots(1000, 8, num_early=400, max_early_saves=10), list)
+    tier._slots = Slots()
+    blocks = BlockManager(500, 1, evicted=tier)
+    table, owner = BlockTable(), BlockTable()
+    tokens = list(range(500))
+    assert blocks.allocate(table, 500)
+    blocks.register(table, tokens, 500)
+    blocks.free(table)
+    for _ in range(60):
+        tier.take_copies(blocks)
+    assert tier.num_saved >= 390
+    looks = 0
+    for count in range(1, 81):
+        assert blocks.allocate(owner, count)
+        tier.take_copies(blocks)
+    assert tier.num_saved >= 470
+    assert tier.num_dropped == 0
+    assert looks < 500
 
 
 def test_nothing_is_saved_early_while_enough_blocks_are_free() -> None:
