@@ -579,19 +579,25 @@ class Scheduler:
         tokens of these rows beyond one each.
 
         A request whose block is held by one that is about to be preempted gets no row. Drafts that lack a block or a
-        slot are left out, also if a running request may lack a block then.
+        slot are left out, also if a running request may lack a block then, or a token of the budget: a mask can become
+        ready after drafts were chosen.
 
         drafts: by sequence id. A row with drafts may have several known tokens.
         """
         num_more = 0
+        num_rows = sum(sequence.num_uncomputed_tokens == 1 or sequence.id in drafts for sequence in running if drafts)
         for sequence in running:
+            if drafts:  # `num_rows` of the requests after this one
+                num_rows -= sequence.num_uncomputed_tokens == 1 or sequence.id in drafts
             if not sequence.needs_row:
                 continue
             num_tokens = sequence.num_tokens
             has_blocks = self.memory.grow(sequence, num_tokens)
             known = num_tokens - sequence.num_computed_tokens
             row_drafts = drafts.get(sequence.id)
-            if row_drafts and not self.memory.grow_for_drafts(sequence, num_tokens + len(row_drafts), len(running)):
+            if row_drafts and (
+                    plan.budget < known + len(row_drafts) + num_rows
+                    or not self.memory.grow_for_drafts(sequence, num_tokens + len(row_drafts), len(running))):
                 row_drafts = None
             if not has_blocks or (known > 1 and not row_drafts):
                 continue

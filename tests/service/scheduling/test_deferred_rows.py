@@ -146,3 +146,29 @@ def test_end_or_pause_of_a_deferred_row(slow: None, how: str, depth: int) -> Non
     harness.check_answer(other)
     if how == "pause":
         harness.check_answer(sequence)
+
+
+def test_masks_that_become_ready_after_drafts_were_chosen_leave_steps_in_the_budget(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts of one request fill the budget beside those whose masks are late then."""
+    harness = SchedulerHarness(max_num_seqs=4, budget=5, drafts="right")
+    sequences = [harness.add([index + 1, 2, 3], 24, cache_salt=str(index)) for index in range(4)]
+    choose = harness.scheduler.drafting.choose
+    late: set[int] = set()
+    monkeypatch.setattr(Sequence, "is_preparing", property(lambda sequence: sequence.id in late))
+    most_drafts = 0
+
+    def choose_before_masks(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal most_drafts
+        late.update(sequence.id for sequence in sequences[1:])
+        drafts = choose(*arguments, **keywords)
+        late.clear()
+        most_drafts = max(most_drafts, sum(map(len, drafts.values())))
+        return drafts
+
+    monkeypatch.setattr(harness.scheduler.drafting, "choose", choose_before_masks)
+    harness.finish()
+    assert most_drafts > 1
+    for sequence in sequences:
+        harness.check_answer(sequence)
