@@ -144,7 +144,7 @@ class Drafting:
 
         None: the head is not computed. may_draft: False for no drafts.
         """
-        depth = self.speculator.head_depth() if self.speculator is not None else 0
+        depth = self.speculator.head_depth() if self.speculator is not None else None
         self._head_depth = depth if may_draft or depth is None else 0
         return self._head_depth
 
@@ -168,7 +168,7 @@ class Drafting:
             self._kinds.clear()
             for sequence, count in zip(sequences, counts, strict=True):
                 assert sequence.drafter is not None
-                kind, tokens = sequence.drafter.drafts(count, has_head=self.speculator.has_head)
+                kind, tokens = sequence.drafter.drafts(count, has_head=self.speculator.drafts_of_head)
                 if tokens:
                     drafts[sequence.id] = tokens
                     self._kinds[sequence.id] = kind
@@ -238,7 +238,8 @@ class Drafting:
         elif step.is_continued and seconds > 0.0:
             accepted = self.accepted - self._accepted_before
             self.speculator.mixed_step_applied(
-                StepTokens(step.rows, step.tokens, step.drafts), accepted, seconds, head_seconds=head_seconds)
+                StepTokens(step.rows, step.tokens, step.drafts), accepted, seconds, depth=step.head_depth,
+                head_seconds=head_seconds)
         if self._steps and running:
             began = self._clock()
             candidates, _, load = self._candidates(running)

@@ -2,7 +2,8 @@
 
 The head is computed for all tokens of a step, for its keys and values, also where nothing is drafted. Where its drafts
 do not pay, it is stopped. A later trial shows whether they do by then: the head drafts one token after each row, until
-MIN_TRIAL_DRAFTS of them are compared with the tokens that follow. Steps overlap meanwhile.
+MIN_TRIAL_DRAFTS of them are compared with the tokens that follow. A trial makes no rows wait. They may wait for drafts
+from text meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class HeadSwitch:
         self._rates = rates
         self._trial_begin: int | None = rates.num_recorded  # when the trial began; None for no trial
         self._ratio = 1.0  # expected speed with the head, relative to that without
-        self._idle = 0  # overlapped steps with the head since rows last waited, or since the trial began
+        self._trial_steps = 0  # steps since the trial began
+        self._idle = 0  # overlapped steps with the head since rows last waited, or since the trial ended
         self._stopped = 0  # steps since the head was stopped
 
     @property
@@ -47,11 +49,15 @@ class HeadSwitch:
         """Count a step. Stop a head whose drafts are not computed. waits: the rows wait for the step before."""
         if not self.is_on:
             self._stopped += 1
+        elif self.is_on_trial:
+            self._trial_steps += 1
+            if self._trial_steps >= MAX_TRIAL_STEPS:
+                self.stop()
         elif waits:
             self._idle = 0
         else:
             self._idle += 1
-            if self._idle >= (MAX_TRIAL_STEPS if self.is_on_trial else MAX_IDLE_STEPS):
+            if self._idle >= MAX_IDLE_STEPS:
                 self.stop()
 
     def stop(self) -> None:
@@ -69,7 +75,7 @@ class HeadSwitch:
     def begin_trial(self) -> None:
         """Compute a stopped head again. Its next drafts count more than earlier ones."""
         self.is_on = True
-        self._idle = 0
+        self._trial_steps = 0
         self._rates.forget()
         self._trial_begin = self._rates.num_recorded
 

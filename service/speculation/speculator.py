@@ -12,7 +12,7 @@ from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.head_switch import HeadSwitch
 from npuserve.service.speculation.predicted_drafts import FIRST_RATES_BY_DEPTH
 from npuserve.service.speculation.shared_answers import SharedAnswers
-from npuserve.service.speculation.step_costs import StepCosts
+from npuserve.service.speculation.step_costs import Seconds, StepCosts
 
 Mode = Literal["auto", "suffix", "mtp", "model"]
 
@@ -27,7 +27,10 @@ RATIO_WEIGHT = 0.3
 MAX_LOSS = 0.01
 """Share of the time that steps with drafts may lose."""
 MAX_BALANCE_STEPS = 20.0
-"""Most gain that is kept against later losses, in overlapped steps."""
+"""Most gain that is kept against later losses, in overlapped steps, beside that for prompts (PROMPT_WEIGHT)."""
+PROMPT_WEIGHT = 0.001
+"""Weight of the latest step in the head's seconds of recent prompts. As much gain is kept for later prompts, which the
+head computes before their answers can gain by it."""
 FIRST_BALANCE_STEPS = 3.0
 """Losses that are allowed before anything was gained."""
 MAX_DEBT_STEPS = 2.0
@@ -107,6 +110,7 @@ class Speculator:
     rates, predicted_rates: acceptance of all requests, of drafts from text and of predicted ones.
     expected_ratio: expected speed with drafts, relative to overlapped steps without the head.
     head: whether steps compute the head, with "auto"; None if there is none, or if all steps do.
+    drafts_of_head: what `choose` returned last may be drafts of the head.
     drafting_seconds: time of searches and choices since the start.
     """
 
@@ -121,8 +125,11 @@ class Speculator:
         self.costs = StepCosts()
         self.expected_ratio = 1.0
         self.drafting_seconds = 0.0
-        self._worth: float | None = None  # seconds that an accepted draft saved when prompts were last computed beside
+        self.drafts_of_head = depth > 0
+        self._baseline: float | None = None  # seconds of the latest overlapped step of decode rows, on average
+        self._worth = 0.0  # seconds that an accepted draft saved when prompts were last computed beside
         self._balance: float | None = None  # seconds that drafts have saved, less those they have lost; bounded
+        self._prompt_seconds = 0.0  # those of the head for prompts of about the last 1 / PROMPT_WEIGHT steps
         self._overlapped = 0  # overlapped steps since the rows last waited
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
         self.head = HeadSwitch(self.predicted_rates) if mode == "auto" and depth else None
@@ -158,7 +165,7 @@ class Speculator:
         if not self.waits:
             return [0] * len(candidates)
         if not is_beside_prompts:
-            predicted = (drafter.num_predicted(count) if self.has_head else 0
+            predicted = (drafter.num_predicted(count) if self.drafts_of_head else 0
                          for (drafter, _, _), count in zip(candidates, counts, strict=True))
             self._used_depth = max(self._used_depth - 1 / DEPTH_STEPS, *predicted, 1)
             self._waiting += 1
@@ -191,57 +198,71 @@ class Speculator:
         if is_overlapped:
             self._overlapped += 1
         head_seconds = self._head_seconds(depth, head_seconds, seconds)
-        if self.head is not None:
-            self.head.count_step(waits=self.waits)
+        self._count_step()
         self.costs.record(load.tokens, seconds - head_seconds, is_overlapped=is_overlapped)
         keep = max(0.0, 1.0 - seconds / SHARE_SECONDS)
         self._share_seconds = self._share_seconds * keep + seconds
         self._share_drafting *= keep
         baseline = self.costs.overlapped_seconds(load.rows)
         if baseline is not None:
+            self._baseline = baseline
             gain = MAX_LOSS * seconds - head_seconds
             if self.waits or load.drafts:
                 gain = tokens / load.rows * baseline - seconds
-            self._add_gain(gain, baseline)
+            self._add_gain(gain)
 
     def mixed_step_applied(
-        self, load: StepTokens, accepted: int, seconds: float, *, head_seconds: float | None = None
+        self, load: StepTokens, accepted: int, seconds: float, *, depth: int | None = None,
+        head_seconds: float | None = None,
     ) -> None:
         """Record a step that computed prompts beside decode rows, or prompts alone.
 
         load: all rows of the step.
         accepted: number of its drafts that were accepted.
         seconds: since the step before was applied.
-        head_seconds: see `step_applied`.
+        depth, head_seconds: see `step_applied`.
         """
-        # A head computes all tokens of prompts, so that its seconds are not those of a step of decode rows.
-        head_seconds = min(head_seconds or 0.0, MAX_HEAD_SHARE * seconds)
+        num_prompt_tokens = max(1, load.tokens - load.rows - load.drafts)
+        head_seconds = self._head_seconds(depth, head_seconds, seconds, num_prompt_tokens)
+        self._count_step()
+        self.costs.record_mixed(load.tokens, seconds - head_seconds)
+        self._prompt_seconds += head_seconds
+        gain = MAX_LOSS * seconds
+        if self.waits or load.drafts:
+            gain = accepted * self._worth - load.drafts * self.costs.mixed_token_seconds
+        self._add_gain(gain - head_seconds)
+
+    def _count_step(self) -> None:
+        """Count a step of any kind."""
+        self._prompt_seconds *= 1.0 - PROMPT_WEIGHT
         if self.head is not None:
             self.head.count_step(waits=self.waits)
-        self.costs.record_mixed(load.tokens, seconds - head_seconds)
-        if self._worth is not None and (load.drafts or head_seconds):
-            gain = accepted * self._worth - load.drafts * self.costs.mixed_token_seconds - head_seconds
-            self._add_gain(gain, self._worth)
-        elif self._balance is not None:
-            self._balance -= head_seconds
 
-    def _add_gain(self, seconds: float, baseline: float) -> None:
-        """Change the balance. baseline: seconds of an overlapped step."""
+    def _add_gain(self, seconds: float) -> None:
+        """Change the balance. Stop a head that the balance does not pay for."""
+        if self._baseline is None:
+            return
         if self._balance is None:
             first_trial_steps = 0.0 if self.head is None else FIRST_TRIAL_STEPS
-            self._balance = (FIRST_BALANCE_STEPS + first_trial_steps) * baseline
-        self._balance = min(self._balance + seconds, MAX_BALANCE_STEPS * baseline)
-        if self.head is not None and self._balance < -MAX_DEBT_STEPS * baseline:
+            self._balance = (FIRST_BALANCE_STEPS + first_trial_steps) * self._baseline
+        most = MAX_BALANCE_STEPS * self._baseline + self._prompt_seconds
+        self._balance = min(self._balance + seconds, most)
+        if self.head is not None and self._balance < -MAX_DEBT_STEPS * self._baseline:
             self.head.stop()
 
-    def _head_seconds(self, depth: int | None, measured: float | None, seconds: float) -> float:
-        """Return the seconds of the head in a step of decode rows, after recording them if they were measured."""
+    def _head_seconds(
+        self, depth: int | None, measured: float | None, seconds: float, num_prompt_tokens: int = 0
+    ) -> float:
+        """Return the seconds of the head in a step, after recording them if they were measured.
+
+        num_prompt_tokens: tokens of prompts, all of which the head computes.
+        """
         if depth is None or self.head is None:
             return 0.0
         if measured is not None:
-            self.head.costs.record(depth, measured)
+            self.head.costs.record(depth, measured, num_prompt_tokens)
         else:
-            measured = self.head.costs.seconds_by_depth(depth)[depth]
+            measured = self.head.costs.seconds_of(depth, num_prompt_tokens)
         return min(measured, MAX_HEAD_SHARE * seconds)
 
     def head_depth(self) -> int | None:
@@ -276,19 +297,18 @@ class Speculator:
             self._stop_waiting()
         if baseline is None or not (self.waits or is_beside_prompts or self._overlapped >= MIN_OVERLAPPED):
             return [0] * len(candidates)
-        if is_beside_prompts:
-            choice = self._best_beside_prompts(candidates, load, budget, baseline)
-        else:
-            choice = self._best(candidates, load, budget, baseline, has_head=False)
-            if self.head is not None and self.head.is_on:
-                with_head = self._best(candidates, load, budget, baseline, has_head=True)
-                self.head.judge(with_head.ratio / max(choice.ratio, 1.0))
-                if self.head.is_on and (self.waits or not self.head.is_on_trial):
-                    choice = with_head
-            elif self.head is not None:
-                cost = self.head.trial_cost()
-                if cost is not None and (self._balance or 0.0) >= min(cost, MAX_BALANCE_STEPS * baseline):
-                    self.head.begin_trial()
+        best = self._best_beside_prompts if is_beside_prompts else self._best
+        choice = best(candidates, load, budget, baseline, has_head=False)
+        if self.head is not None and self.head.is_on:
+            with_head = best(candidates, load, budget, baseline, has_head=True)
+            self.head.judge(with_head.ratio / max(choice.ratio, 1.0))
+            if self.head.is_on and (self.waits or not self.head.is_on_trial):
+                choice = with_head
+        elif self.head is not None:
+            cost = self.head.trial_cost()
+            if cost is not None and (self._balance or 0.0) >= min(cost, MAX_BALANCE_STEPS * baseline):
+                self.head.begin_trial()
+        self.drafts_of_head = choice.has_head
         self.expected_ratio += RATIO_WEIGHT * (choice.ratio - self.expected_ratio)
         balance = self._balance or 0.0
         if self.waits:
@@ -345,38 +365,45 @@ class Speculator:
         the head drafts as deep as the step computes its drafts.
         """
         drafts = self._drafts(candidates, budget, has_head=has_head)
-        head = self.head if has_head else None
-        costs = np.zeros(self.depth + 1) if head is None else np.array(head.costs.seconds_by_depth(self.depth))
+        costs = self._head_costs(drafts, has_head=has_head)
         if not drafts:
-            return _Choice([0] * len(candidates), baseline / (self.costs.seconds_of(load.rows) + float(costs[0])))
-        depths = np.maximum.accumulate([0, *(draft.depth for draft in drafts)])
+            ratio = baseline / (self.costs.seconds_of(load.rows) + float(costs[0]))
+            return _Choice([0] * len(candidates), ratio, has_head)
         computed = np.cumsum([0.0, *(1.0 + draft.again for draft in drafts)])
-        seconds = self.costs.waiting_seconds_of(load.rows + computed) + costs[depths]
+        seconds = self.costs.waiting_seconds_of(load.rows + computed) + costs
         tokens = load.rows + np.cumsum([0.0, *(draft.gain for draft in drafts)])
         speeds = tokens / seconds
         best = int(speeds.argmax())
-        return _Choice(_counts(drafts[:best], len(candidates)), float(speeds[best]) * baseline / load.rows)
+        ratio = float(speeds[best]) * baseline / load.rows
+        return _Choice(_counts(drafts[:best], len(candidates)), ratio, has_head)
 
     def _best_beside_prompts(
-        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, baseline: float
+        self, candidates: Sequence[Candidate], load: StepTokens, budget: int, baseline: float, *, has_head: bool
     ) -> _Choice:
         """Return the drafts that are worth their time in a step with prompts.
 
         There each token takes the same time, and an accepted one saves what it takes in a step of decode rows. The
-        ratio is that of such a step's seconds to what is left of them.
+        ratio is 1 plus what is saved, relative to such a step. The head's seconds for prompts are not counted: the
+        balance bounds them.
         """
         token_seconds = self.costs.mixed_token_seconds
         self._worth = worth = baseline / load.rows
+        if token_seconds == 0.0:
+            return _Choice([0] * len(candidates), 1.0, has_head)
+        drafts = self._drafts(candidates, budget, has_head=has_head)
         gap = max(0.0, self.costs.seconds_of(load.rows) - baseline)
-        saved = -gap
-        chosen: list[_Draft] = []
-        if token_seconds > 0.0:
-            for draft in self._drafts(candidates, budget, has_head=self.has_head):
-                gain = draft.gain * worth - (1.0 + draft.again) * token_seconds
-                if gain > 0.0:
-                    chosen.append(draft)
-                    saved += gain
-        return _Choice(_counts(chosen, len(candidates)), 1.0 + saved / baseline)
+        gains = [draft.gain * worth - (1.0 + draft.again) * token_seconds for draft in drafts]
+        saved = np.cumsum([-gap, *gains]) - self._head_costs(drafts, has_head=has_head)
+        best = int(saved.argmax())
+        return _Choice(_counts(drafts[:best], len(candidates)), 1.0 + float(saved[best]) / baseline, has_head)
+
+    def _head_costs(self, drafts: Sequence[_Draft], *, has_head: bool) -> Seconds:
+        """Return the head's seconds in a step of decode rows that computes none, the first, the first two, ... drafts.
+        """
+        if self.head is None or not has_head:
+            return np.zeros(len(drafts) + 1)
+        depths = np.maximum.accumulate([0, *(draft.depth for draft in drafts)])
+        return np.array(self.head.costs.seconds_by_depth(self.depth))[depths]
 
     @staticmethod
     def _all_drafts(candidates: Sequence[Candidate], budget: int) -> list[int]:
@@ -410,10 +437,12 @@ class _Choice(NamedTuple):
 
     counts: number of drafts of each candidate.
     ratio: expected speed, relative to overlapped steps.
+    has_head: the drafts may be those of the head.
     """
 
     counts: list[int]
     ratio: float
+    has_head: bool
 
 
 def _counts(drafts: Sequence[_Draft], candidates: int) -> list[int]:

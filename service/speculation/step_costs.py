@@ -124,22 +124,38 @@ class StepCosts:
 
 
 class HeadCosts:
-    """Average seconds that a model's head takes in a step, by the number of tokens that it drafts after each row."""
+    """Average seconds that a model's head takes in a step, by the number of tokens that it drafts after each row.
+
+    Those of prompts are added: all their tokens take the same time.
+    """
 
     def __init__(self) -> None:
         self._averages: dict[int, _Average] = {}
+        self._prompt_token_seconds: float | None = None
 
-    def record(self, depth: int, seconds: float) -> None:
-        """Record a step in which the head drafted `depth` tokens after each row; 0 for its keys and values alone."""
+    def record(self, depth: int, seconds: float, num_prompt_tokens: int = 0) -> None:
+        """Record a step in which the head drafted `depth` tokens after each row; 0 for its keys and values alone.
+
+        num_prompt_tokens: tokens of prompts in the step; 0 for decode rows alone.
+        """
         seconds = max(seconds, _MIN_SECONDS)
-        average = self._averages.get(depth)
-        if average is None:
+        if num_prompt_tokens:
+            of_token = max(0.0, seconds - self.seconds_of(depth)) / num_prompt_tokens
+            average = of_token if self._prompt_token_seconds is None else self._prompt_token_seconds
+            self._prompt_token_seconds = average + _WEIGHT * (of_token - average)
+            return
+        average_of_depth = self._averages.get(depth)
+        if average_of_depth is None:
             self._averages[depth] = _Average(seconds)
             return
-        common = 1.0 + (average.change(seconds) - 1.0) * _COMMON_WEIGHT
+        common = 1.0 + (average_of_depth.change(seconds) - 1.0) * _COMMON_WEIGHT
         for other in self._averages.values():
-            if other is not average:
+            if other is not average_of_depth:
                 other.seconds *= common
+
+    def seconds_of(self, depth: int, num_prompt_tokens: int = 0) -> float:
+        """Return the estimated seconds for `depth` drafts after each row, and for so many tokens of prompts."""
+        return self.seconds_by_depth(depth)[depth] + num_prompt_tokens * (self._prompt_token_seconds or 0.0)
 
     def seconds_by_depth(self, most: int) -> list[float]:
         """Return the estimated seconds for 0 to `most` drafts; 0 before any was measured.

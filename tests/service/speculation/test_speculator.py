@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.drafter import Drafter
+from npuserve.service.speculation.head_switch import MIN_STOPPED_STEPS
 from npuserve.service.speculation.predicted_drafts import PredictedDrafts
 from npuserve.service.speculation.request_drafter import RequestDrafter
 from npuserve.service.speculation.speculator import (
+    MAX_LOSS,
     MAX_ROW_DRAFTS,
     MAX_STEP_DRAFTS,
     Candidate,
@@ -228,82 +229,123 @@ def test_head_drafts_as_deep_as_its_drafts_pay() -> None:
     assert deep.count(3) > 0.9 * len(deep)
 
 
-class Simulated(NamedTuple):
-    """Result of `simulate_head`.
-
-    relative: seconds relative to overlapped steps without a head.
-    steps: whether each step computed the head.
-    """
-
-    relative: float
-    steps: list[bool]
-    speculator: Speculator
-
-
-def simulate_head(
-    rows: int, draft: float, is_right: Callable[[int, random.Random], bool], tokens: int, *, keep: float = 0.03,
-    slope: float = 0.02, noise: float = 0.0, measured: int = 1, chunk: int = 0,
-) -> Simulated:
-    """Simulate answers of about `tokens` tokens of each of `rows` requests, whose drafts a head makes alone.
-
-    A right draft is 1, as all tokens are.
+class HeadSimulation:
+    """Steps of requests whose drafts a head makes alone. A right draft is 1, as all tokens are.
 
     draft, keep: seconds of a draft after each row, and of the head's keys and values. A step without drafts takes one.
-    is_right: whether a draft is right, from the number of tokens so far.
     slope: seconds of each further token of a step.
     measured: the seconds of the head are measured in one of so many steps.
-    chunk: tokens of prompts that each second step computes, too.
+    prompt_share: the head's seconds for a token of a prompt, relative to `slope`.
+    steps: whether each step computed the head.
+    made: tokens of the answers.
     """
-    speculator = Speculator("auto", depth=3)
-    chance = random.Random(0)
-    drafters = [RequestDrafter(None, PredictedDrafts(3, speculator.predicted_rates)) for _ in range(rows)]
-    seconds = baseline = 0.0
-    made = 0
-    steps: list[bool] = []
-    while made < tokens * rows:
+
+    def __init__(
+        self, rows: int, draft: float, *, keep: float = 0.03, slope: float = 0.02, noise: float = 0.0,
+        measured: int = 1, prompt_share: float = 0.04,
+    ) -> None:
+        self.speculator = Speculator("auto", depth=3)
+        self.chance = random.Random(0)
+        self.steps: list[bool] = []
+        self.made = 0
+        self.seconds = self.baseline = 0.0
+        self._rows, self._draft, self._keep, self._slope, self._noise = rows, draft, keep, slope, noise
+        self._measured, self._prompt_share = measured, prompt_share
+        self.begin_answers()
+
+    @property
+    def relative(self) -> float:
+        """Seconds relative to overlapped steps without a head."""
+        return self.seconds / self.baseline
+
+    def begin_answers(self) -> None:
+        """Replace all requests."""
+        rates = self.speculator.predicted_rates
+        self._drafters = [RequestDrafter(None, PredictedDrafts(3, rates)) for _ in range(self._rows)]
+
+    def prompt_step(self, tokens: int, seconds: float) -> None:
+        """Compute a chunk of a prompt alone, in `seconds` without the head."""
+        depth = self.speculator.head_depth()
+        of_head = 0.0 if depth is None else self._prompt_share * seconds
+        self.seconds += seconds + of_head
+        self.baseline += seconds
+        known = self._known(of_head, depth)
+        self.speculator.mixed_step_applied(
+            StepTokens(1, tokens), 0, seconds + of_head, depth=depth, head_seconds=known)
+
+    def step(self, is_right: Callable[[], bool], prompt: int = 0) -> None:
+        """Compute a step of all requests, and so many tokens of a prompt. is_right: whether the next draft is."""
+        speculator, rows = self.speculator, self._rows
         load = StepTokens(rows, rows)
-        prompt = chunk if len(steps) % 2 else 0
-        candidates = [Candidate(drafter, 100) for drafter in drafters]
+        candidates = [Candidate(drafter, 100) for drafter in self._drafters]
         depth = speculator.head_depth()
         counts = [0] * rows
         if speculator.waits:
             counts = speculator.choose(candidates, load, 512, is_beside_prompts=prompt > 0)
         waits = speculator.waits
-        drafted = [drafter.drafts(count, has_head=speculator.has_head)[1]
-                   for drafter, count in zip(drafters, counts, strict=True)]
+        drafted = [drafter.drafts(count, has_head=speculator.drafts_of_head)[1]
+                   for drafter, count in zip(self._drafters, counts, strict=True)]
         num_drafts = sum(map(len, drafted))
         taken = 0
-        for drafter, drafts in zip(drafters, drafted, strict=True):
+        for drafter, drafts in zip(self._drafters, drafted, strict=True):
             accepted = [*drafts, 0].index(0)
             drafter.extend([1] * (accepted + 1), 1)
             taken += accepted + 1
             if depth:
-                drafter.replace_predicted([int(is_right(made, chance)) for _ in range(depth)])
-        of_head = 0.0 if depth is None else (keep + draft * depth) * chance.uniform(1 - noise, 1 + noise)
-        plain = 1 + slope * (rows + num_drafts + prompt)
-        took = (plain + (OVERLAP if waits else 0.0)) * chance.uniform(1 - noise, 1 + noise) + of_head
-        seconds += took
-        baseline += slope * prompt + taken / rows * (1 + slope * rows)
-        made += taken
-        steps.append(depth is not None)
-        known = of_head if depth is not None and len(steps) % measured == 0 else None
+                drafter.replace_predicted([int(is_right()) for _ in range(depth)])
+        of_head = 0.0
+        if depth is not None:
+            of_head = self._keep + self._draft * depth + self._prompt_share * self._slope * prompt
+            of_head *= self._noise_factor()
+        plain = 1 + self._slope * (rows + num_drafts + prompt)
+        took = (plain + (OVERLAP if waits else 0.0)) * self._noise_factor() + of_head
+        self.seconds += took
+        self.baseline += self._slope * prompt + taken / rows * (1 + self._slope * rows)
+        self.made += taken
+        known = self._known(of_head, depth)
         if prompt:
             speculator.mixed_step_applied(
-                StepTokens(rows + 1, rows + num_drafts + prompt, num_drafts), taken - rows, took, head_seconds=known)
+                StepTokens(rows + 1, rows + num_drafts + prompt, num_drafts), taken - rows, took, depth=depth,
+                head_seconds=known)
         else:
             speculator.step_applied(
                 StepTokens(rows, rows + num_drafts, num_drafts), taken, took, is_overlapped=not waits, depth=depth,
                 head_seconds=known)
         if not waits:
             speculator.review(candidates, load, 512, is_beside_prompts=prompt > 0)
-    return Simulated(seconds / baseline, steps, speculator)
+
+    def _known(self, of_head: float, depth: int | None) -> float | None:
+        """Return the seconds of the head if this step measures them."""
+        self.steps.append(depth is not None)
+        return of_head if depth is not None and len(self.steps) % self._measured == 0 else None
+
+    def _noise_factor(self) -> float:
+        return self.chance.uniform(1 - self._noise, 1 + self._noise)
+
+
+def simulate_head(
+    rows: int, draft: float, is_right: Callable[[int, random.Random], bool], tokens: int, *, keep: float = 0.03,
+    slope: float = 0.02, noise: float = 0.0, measured: int = 1, chunk: int = 0, every: int = 2,
+) -> HeadSimulation:
+    """Simulate answers of about `tokens` tokens of each of `rows` requests.
+
+    is_right: whether a draft is right, from the number of tokens so far.
+    chunk: tokens of prompts that one of `every` steps computes, too.
+    """
+    simulation = HeadSimulation(rows, draft, keep=keep, slope=slope, noise=noise, measured=measured)
+    while simulation.made < tokens * rows:
+        made = simulation.made
+        simulation.step(
+            lambda: is_right(made, simulation.chance),  # noqa: B023  # called in the step alone
+            chunk if (len(simulation.steps) + 1) % every == 0 else 0)
+    return simulation
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("draft", [0.05, 0.25, 0.6])
 @pytest.mark.parametrize("noise", [0.0, 0.3])
-@pytest.mark.parametrize("measured", [1, 8])
-@pytest.mark.parametrize("chunk", [0, 16])
+@pytest.mark.parametrize("measured", [1, 7])
+@pytest.mark.parametrize("chunk", [0, 16, 256])
 def test_wrong_head_costs_less_than_two_percent(
     rows: int, draft: float, noise: float, measured: int, chunk: int
 ) -> None:
@@ -323,7 +365,7 @@ def test_head_that_is_right_and_wrong_in_turn_costs_less_than_two_percent(rows: 
 
 @pytest.mark.parametrize(("rows", "draft", "most"), [
     (1, 0.05, 0.5), (1, 0.25, 0.75), (1, 0.6, 0.95), (8, 0.05, 0.65), (32, 0.05, 0.85)])
-@pytest.mark.parametrize("measured", [1, 8])
+@pytest.mark.parametrize("measured", [1, 7])
 def test_right_head_saves_time(rows: int, draft: float, most: float, measured: int) -> None:
     simulated = simulate_head(
         rows, draft, lambda made, chance: chance.random() < 0.9, 2000, noise=0.1, measured=measured, slope=0.01)
@@ -340,11 +382,106 @@ def test_head_returns_once_it_is_right(rows: int) -> None:
     assert simulated.relative < 0.75
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("measured", [1, 7])
+def test_head_returns_beside_prompts_once_it_is_right(rows: int, measured: int) -> None:
+    """It is wrong for 1,500 steps. Prompts are computed in each later step."""
+    simulation = HeadSimulation(rows, 0.05, slope=0.01, measured=measured)
+    for _ in range(1500):
+        simulation.step(lambda: False)
+    assert not simulation.steps[-1]
+    before = simulation.seconds, simulation.baseline
+    for _ in range(3000):
+        simulation.step(lambda: simulation.chance.random() < 0.9, 64)
+    assert sum(simulation.steps[1500:]) > 0.8 * 3000
+    assert (simulation.seconds - before[0]) / (simulation.baseline - before[1]) < 0.75
+
+
+@pytest.mark.parametrize(("chunks", "seconds"), [(2, 25.0), (8, 25.0), (32, 25.0), (4, 170.0)])
+@pytest.mark.parametrize("measured", [1, 7])
+def test_head_that_pays_stays_after_long_prompts(chunks: int, seconds: float, measured: int) -> None:
+    """One request at a time, whose answer gains more by the head than its prompt takes."""
+    simulation = HeadSimulation(1, 0.05, slope=0.01, measured=measured)
+    steps: list[bool] = []  # of the answers
+    for request in range(30):
+        simulation.begin_answers()
+        for _ in range(chunks):
+            simulation.prompt_step(512, seconds)
+        begin = len(simulation.steps)
+        while simulation.made < 256 * (request + 1):
+            simulation.step(lambda: simulation.chance.random() < 0.9)
+        if request >= 10:
+            steps += simulation.steps[begin:]
+    assert sum(steps) > 0.95 * len(steps)
+
+
+@pytest.mark.parametrize("measured", [1, 7])
+@pytest.mark.parametrize(("tokens", "acceptance"), [(0, 0.0), (8, 0.9), (64, 0.0)])
+def test_head_that_does_not_pay_for_prompts_costs_less_than_two_percent(
+    measured: int, tokens: int, acceptance: float
+) -> None:
+    """Long prompts after answers that gained much by the head. tokens: of each later answer."""
+    simulation = HeadSimulation(1, 0.05, slope=0.01, measured=measured)
+    for _ in range(300):
+        simulation.step(lambda: simulation.chance.random() < 0.9)
+    for request in range(100):
+        for _ in range(16):
+            simulation.prompt_step(512, 25.0)
+        simulation.begin_answers()
+        end = simulation.made + tokens
+        while simulation.made < end:
+            simulation.step(lambda: simulation.chance.random() < acceptance)
+        if request == 9:
+            before = simulation.seconds, simulation.baseline
+    assert (simulation.seconds - before[0]) / (simulation.baseline - before[1]) < 1 / 0.98
+
+
+@pytest.mark.parametrize(("chunk", "every"), [(512, 10), (512, 30)])
+def test_gain_of_many_rows_pays_for_prompts_beside(chunk: int, every: int) -> None:
+    """The balance is bounded by the seconds of steps, not of tokens."""
+    simulation = simulate_head(
+        32, 0.05, lambda made, chance: chance.random() < 0.7, 1500, slope=0.01, chunk=chunk, every=every)
+    assert sum(simulation.steps) > 0.9 * len(simulation.steps)
+
+
+def test_seconds_of_the_head_for_prompts_are_estimated_where_they_are_not_measured() -> None:
+    """One of 7 steps is measured, and one of 2 has prompts."""
+    speculator = Speculator("auto", depth=3)
+    for _ in range(8):
+        speculator.step_applied(StepTokens(1, 1), 1, 1.03, is_overlapped=True, depth=0, head_seconds=0.03)
+    speculator.mixed_step_applied(StepTokens(2, 514), 0, 10.43, depth=0, head_seconds=0.43)
+    before = speculator._balance
+    speculator.mixed_step_applied(StepTokens(2, 258), 0, 5.23, depth=0)
+    assert before is not None
+    assert speculator._balance is not None
+    assert before - speculator._balance == pytest.approx(0.23 - MAX_LOSS * 5.23)
+    assert speculator.costs.mixed_token_seconds == pytest.approx(10 / 514, rel=0.01)
+
+
+def test_rows_keep_their_drafts_from_text_in_the_step_in_which_a_trial_begins() -> None:
+    speculator = Speculator("auto", depth=3)
+    assert speculator.head is not None
+    text = KnownDrafter(speculator.rates, lambda place: True)
+    drafter = RequestDrafter(text, PredictedDrafts(3, speculator.predicted_rates))
+    for _ in range(200):
+        speculator.rates.record(25, True)
+        speculator.step_applied(StepTokens(1, 1), 1, 1.0, is_overlapped=True)
+        speculator.costs.record(16, 1.05, is_overlapped=False)
+    speculator.head.stop()
+    for _ in range(MIN_STOPPED_STEPS):
+        speculator.head.count_step(waits=True)
+    speculator.waits = True
+    (count,) = speculator.choose([Candidate(drafter, 100)], StepTokens(1, 1), 64)
+    assert speculator.head.is_on_trial
+    assert count > 3
+    assert not speculator.drafts_of_head
+
+
 def test_head_may_take_longer_than_the_time_between_two_results() -> None:
     """The host collects a step late, and the next one at once."""
     speculator = Speculator("auto", depth=3)
     for _ in range(8):
         speculator.step_applied(StepTokens(1, 1), 1, 1e-4, is_overlapped=True, depth=1, head_seconds=0.5)
-        speculator.mixed_step_applied(StepTokens(2, 9), 0, 1e-4, head_seconds=0.5)
+        speculator.mixed_step_applied(StepTokens(2, 9), 0, 1e-4, depth=1, head_seconds=0.5)
     assert speculator.costs.seconds_of(1) > 0.0
     assert speculator.costs.mixed_token_seconds > 0.0
