@@ -169,17 +169,6 @@ class ForcedDrafting(Drafting):
             sequence, [token if self._random.random() < self._acceptance else token ^ 1 for token in right])
 
 
-class WithoutDrafts(Drafting):
-    """No drafts, and no head."""
-
-    @property
-    def can_stop_head(self) -> bool:
-        return True
-
-    def plan_head(self, *, may_draft: bool) -> int | None:
-        return None
-
-
 def spoiled(workload: str, answer: list[int]) -> list[int]:
     """Return what the drafts of a workload predict in place of an answer."""
     if workload == "right":
@@ -250,7 +239,7 @@ class Bench:
     def drafting(self, workload: str, mode: str, answers: dict[int, list[int]]) -> Drafting:
         """Return the drafting of a run. A mode keeps its speculator, as a server does."""
         if mode == "off":
-            return WithoutDrafts()
+            return Drafting()
         state_block_size = self._runner.block_size if self._runner.num_slots else 0
         depth = self._args.depth if self._runner.predicts and mode != "suffix" else 0
         speculator = self._speculators.setdefault(
@@ -316,12 +305,12 @@ class Bench:
 
     def compare_forced(self, prompts: Prompts) -> Iterator[dict[str, Any]]:
         """Run without drafts and with each acceptance in turn; yield the results."""
-        answers = self.run(prompts, WithoutDrafts()).tokens
+        answers = self.run(prompts, Drafting()).tokens
         speculators: dict[float, Speculator] = {}
         runs: dict[float, list[Run]] = {acceptance: [] for acceptance in (-1.0, *self._args.acceptance, 1.0)}
         for round_ in range(self._args.rounds):
             for acceptance, of_kind in list(runs.items())[:: -1 if round_ % 2 else 1]:
-                drafting: Drafting = WithoutDrafts()
+                drafting: Drafting = Drafting()
                 if acceptance >= 0:
                     speculator = speculators.setdefault(acceptance, Speculator(
                         self._args.forced_mode, recomputes=self._runner.num_slots > 0, depth=self._args.depth))
@@ -343,7 +332,7 @@ class Bench:
 
     def compare(self, workload: str, prompts: Prompts) -> dict[str, list[Run]]:
         """Run all modes in turn."""
-        answers = self.run(prompts, WithoutDrafts()).tokens
+        answers = self.run(prompts, Drafting()).tokens
         runs: dict[str, list[Run]] = {mode: [] for mode in self._args.modes}
         for round_ in range(self._args.rounds):
             for mode in self._args.modes[:: -1 if round_ % 2 else 1]:

@@ -92,7 +92,7 @@ class Part:
     @property
     def head_context_lens(self) -> list[int]:
         """Lengths of the contexts of the `padded` rows in the layers of the model's head."""
-        return [context - row.head_start for context, row in zip(self.context_lens, self.rows, strict=False)
+        return [context - max(0, row.head_start) for context, row in zip(self.context_lens, self.rows, strict=False)
                 ] + self.context_lens[len(self.rows) :]
 
 

@@ -67,8 +67,9 @@ from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
 from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
 
-DRAFTING_SPAN_STEPS = 8
-"""One of so many steps is timed while it drafts, on a device where a span is further calls of its runtime."""
+DRAFTING_SPAN_STEPS = 7
+"""One of so many steps is timed while it drafts, on a device where a span is further calls of its runtime. A prime: each
+second or fourth step may have prompts."""
 
 
 class Runner:

@@ -57,6 +57,8 @@ class RowDrafting(StepDrafting):
     """Drafting after the last valid sample of each row, kernel by kernel."""
 
     def prepare(self, part: Part) -> None:
+        if not part.has_head:
+            return
         self._predictor.prepare(self._buffers.batch(part))
 
     def plan(

@@ -18,7 +18,7 @@ from npuserve.service.errors import (
 )
 from npuserve.service.ipc.messages import Load
 from npuserve.service.scheduling.block_manager import BlockCounts
-from npuserve.service.scheduling.drafting import REASONS
+from npuserve.service.scheduling.drafting import HEAD_STATES, REASONS
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence_memory import MISS_REASONS
@@ -43,6 +43,7 @@ SLOTS = [metrics.state_slots.labels(state) for state in ("used", "checkpoint", "
 ACCEPTANCE = {kind: metrics.tally(metrics.acceptance_length_tokens, kind) for kind in KINDS}
 DRAFTS = {kind: metrics.draft_tokens_total.labels(kind) for kind in KINDS}
 ACCEPTED_DRAFTS = {kind: metrics.accepted_draft_tokens_total.labels(kind) for kind in KINDS}
+HEAD_STEPS = {state: metrics.head_steps_total.labels(state) for state in HEAD_STATES}
 UNDRAFTED = {reason: metrics.undrafted_tokens_total.labels(reason) for reason in REASONS}
 MISSES = {reason: metrics.prefix_cache_misses_total.labels(reason) for reason in MISS_REASONS}
 OFFLOADED = [metrics.kv_offload_bytes_total.labels(direction) for direction in ("save", "load")]
@@ -64,7 +65,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler, history: RequestHistory | None = None):
         self._scheduler = scheduler
         self._history = history or RequestHistory()
-        self._reported: tuple[float, ...] = (0,) * (12 + 2 * len(KINDS))
+        self._reported: tuple[float, ...] = (0,) * (12 + 2 * len(KINDS) + len(HEAD_STATES))
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._tokens = 0  # tokens since the last update of the load
@@ -168,13 +169,14 @@ class EngineMetrics:
             scheduler.preemptions, memory.prefix_queries, memory.prefix_hits, scheduler.deadlines.tokens_in_vain,
             scheduler.forced_tokens, drafting.seconds, *_offload_counts(scheduler.tier),
             *(drafting.drafted_by_kind[kind] for kind in KINDS),
-            *(drafting.accepted_by_kind[kind] for kind in KINDS))
+            *(drafting.accepted_by_kind[kind] for kind in KINDS),
+            *(drafting.head_steps[state] for state in HEAD_STATES))
         counters = (
             metrics.preemptions_total, metrics.prefix_cache_queries_total, metrics.prefix_cache_hits_total,
             metrics.tokens_in_vain_total, metrics.forced_tokens_total, metrics.drafting_seconds_total,
             metrics.kv_offload_queries_total, metrics.kv_offload_hits_total, *OFFLOADED,
             metrics.kv_offload_corrupt_blocks_total, metrics.kv_offload_dropped_blocks_total,
-            *DRAFTS.values(), *ACCEPTED_DRAFTS.values())
+            *DRAFTS.values(), *ACCEPTED_DRAFTS.values(), *HEAD_STEPS.values())
         for (kind, length), rows in drafting.take_lengths().items():
             for _ in range(rows):
                 ACCEPTANCE[kind].observe(length)

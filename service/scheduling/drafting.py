@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Ordered
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from npuserve.npu.step import Row, Step
 from npuserve.service.scheduling.sequence import Sequence
@@ -26,6 +26,9 @@ MAX_KNOWN_TOKENS = 1 + MAX_ROW_DRAFTS
 """Most known tokens of a row with drafts: those of a row that is computed again, or forced ones."""
 PROMPT_SHARE = 8
 """Beside prompts, drafts take at most one of so many tokens of a step's budget."""
+HeadState = Literal["computed", "stopped"]
+HEAD_STATES: tuple[HeadState, ...] = ("computed", "stopped")
+"""Whether a step computes the model's head or a smaller model for drafts."""
 REASONS = "request", "device"
 """Why a request has no drafts: it asked for none, or the device computes rows with drafts slowly."""
 
@@ -64,6 +67,8 @@ class Drafting:
     clock: processor seconds of this thread, to measure searches; other processes and threads do not count.
 
     drafted_by_kind, accepted_by_kind: number of drafts since the start that steps computed, and that were accepted.
+    head_steps: number of steps since the start with rows, with and without a head or smaller model; none counts where
+        there is none.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Drafting:
         self.speculator = speculator
         self.drafted_by_kind: Counter[Kind] = Counter()
         self.accepted_by_kind: Counter[Kind] = Counter()
+        self.head_steps: Counter[HeadState] = Counter()
         self._lengths: Counter[tuple[Kind, int]] = Counter()  # rows with drafts by kind and accepted drafts
         self._kinds: dict[int, Kind] = {}  # sequence id -> kind of the drafts of its row in flight
         self._skipped: Counter[str] = Counter()  # tokens of requests without drafts, by reason
@@ -136,7 +142,7 @@ class Drafting:
 
     @property
     def can_stop_head(self) -> bool:
-        """Whether some steps are computed without the model's head."""
+        """Whether some steps are computed without the model's head. Without a speculator all are."""
         return self.speculator is not None and self.speculator.head is not None
 
     def plan_head(self, *, may_draft: bool) -> int | None:
@@ -179,6 +185,8 @@ class Drafting:
         """Record a step with rows."""
         if self.speculator is None:
             return
+        if self.speculator.depth:
+            self.head_steps["stopped" if self._head_depth is None else "computed"] += 1
         drafts = sum(row.samples - 1 for row in step.rows if row.samples > 1)
         self._steps.append(_StepInFlight(
             len(step.rows), drafts, step.num_tokens, all(map(self._is_decode, step.rows)),

@@ -2,7 +2,8 @@
 
 The keys and values of the head lie in the blocks of the request. A step without the head leaves those of its positions
 as they were: of another request, or of zeros. So a block is marked if a row without the head has written it, until a
-row with the head writes it from its first position on.
+row with the head writes it from its first position on. Slots of host memory have marks, too: a copy keeps that of its
+source.
 
 A row with the head reads keys of the head from a block boundary on (`Row.head_start`): those of the blocks without a
 mark before its first token. It keeps this boundary as long as the head computes its rows. So a head that returns, or
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from npuserve.npu.step import HostCopy
 from npuserve.service.scheduling.sequence import Sequence
 
 NO_HEAD = -1
@@ -25,7 +27,7 @@ NO_HEAD = -1
 
 
 class HeadContexts:
-    """Marks of the blocks without keys and values of the head.
+    """Marks of the blocks, and of the slots of host memory, without keys and values of the head.
 
     is_computed: the rows that are planned now are computed with the head.
     """
@@ -34,7 +36,8 @@ class HeadContexts:
         self.is_computed = True
         self._block_size = block_size
         self._marked: set[int] = set()
-        self._was_stopped = False
+        self._marked_slots: set[int] = set()
+        self._written: list[int] = []  # blocks whose marks the rows of the planned step change
 
     def plan(self, sequence: Sequence, start: int, end: int) -> int:
         """Plan a row at positions [start, end). Return its `Row.head_start`."""
@@ -43,20 +46,28 @@ class HeadContexts:
         first = start // size
         behind = (end - 1) // size + 1
         if not self.is_computed:
-            self._was_stopped = True
-            self._marked.update(block_ids[first:behind])
+            self._written += block_ids[first:behind]
             sequence.head_start = NO_HEAD
             return NO_HEAD
         if self._marked:
-            self._marked.difference_update(block_ids[-(-start // size) : behind])
+            self._written += block_ids[-(-start // size) : behind]
         if sequence.head_start == NO_HEAD:
             sequence.head_start = size * self._first_block(block_ids, first, is_begun=start % size > 0)
         return sequence.head_start
 
-    def loaded(self, block_ids: Iterable[int]) -> None:
-        """Mark blocks whose contents came back from host memory, if a row without the head may have written them."""
-        if self._was_stopped:
-            self._marked.update(block_ids)
+    def end_step(self, saves: Iterable[HostCopy], loads: Iterable[HostCopy]) -> None:
+        """Update the marks once a step is planned. It saves blocks before its rows write them."""
+        for copy in saves:
+            if copy.part < 0:
+                _set_mark(self._marked_slots, copy.slot, is_marked=copy.device_index in self._marked)
+        if self.is_computed:
+            self._marked.difference_update(self._written)
+        else:
+            self._marked.update(self._written)
+        self._written.clear()
+        for copy in loads:
+            if copy.part < 0:
+                _set_mark(self._marked, copy.device_index, is_marked=copy.slot in self._marked_slots)
 
     def _first_block(self, block_ids: list[int], block: int, *, is_begun: bool) -> int:
         """Return the first of the blocks without a mark before `block`. is_begun: `block` has earlier positions."""
@@ -65,3 +76,10 @@ class HeadContexts:
         while block > 0 and block_ids[block - 1] not in self._marked:
             block -= 1
         return block
+
+
+def _set_mark(marked: set[int], place: int, *, is_marked: bool) -> None:
+    if is_marked:
+        marked.add(place)
+    else:
+        marked.discard(place)

@@ -273,7 +273,7 @@ class Scheduler:
         if self._heads is not None:
             self._heads.is_computed = head_depth is not None
         plan = StepBuilder(
-            self._max_num_batched_tokens, self.blocks.block_size, self.slots, head_depth or 0, self._heads)
+            self._max_num_batched_tokens, self.blocks.block_size, self.slots, head_depth, self._heads)
         drafts = self.drafting.choose(
             self._decoding(running), self._max_num_batched_tokens, is_beside_prompts=self._is_beside_prompts)
         num_more = self._plan_decodes(plan, running, drafts)
@@ -285,7 +285,7 @@ class Scheduler:
         self._admit_waiting(plan, now)
         saves, loads = self.loads.take_copies(has_rows=bool(plan.rows))
         if self._heads is not None:
-            self._heads.loaded(copy.device_index for load in loads for copy in load.copies if copy.part < 0)
+            self._heads.end_step(saves, (copy for load in loads for copy in load.copies))
         if not plan.rows:
             return Plan(Step([], saves=saves, loads=loads), plan.dropped, [])
         prompts = self._max_num_batched_tokens - plan.budget - decodes - num_more

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from npuserve.npu.step import PENDING, NewRequest, Row, Step
 from npuserve.service.scheduling.deadlines import DroppedRequest
-from npuserve.service.scheduling.head_contexts import HeadContexts
+from npuserve.service.scheduling.head_contexts import NO_HEAD, HeadContexts
 from npuserve.service.scheduling.prompt_bound import StepBounds
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import NO_SLOT, StateSlots
@@ -47,7 +47,7 @@ class StepBuilder:
 
     budget: tokens that further rows may compute.
     slots: slots of fixed state; None for a model without.
-    predicts: most tokens that the model's head or a smaller model drafts after a row; 0 without these.
+    predicts: most tokens that the model's head or a smaller model drafts after a row; None: these compute no row.
     heads: contexts of a head that is not computed in all steps; None for none.
     rows, new: as in Step.
     dropped, constrained: as in Plan.
@@ -57,7 +57,7 @@ class StepBuilder:
                  "rows")
 
     def __init__(
-        self, budget: int, block_size: int, slots: StateSlots | None = None, predicts: int = 0,
+        self, budget: int, block_size: int, slots: StateSlots | None = None, predicts: int | None = None,
         heads: HeadContexts | None = None,
     ):
         self.budget = budget
@@ -132,7 +132,9 @@ class StepBuilder:
             if takes_state:
                 self._slots.take(sequence.slots, end, is_expected=is_expected)
         next_id = 0 if samples or pools else tokens[end]
-        head_start = self._heads.plan(sequence, start, end) if self._heads is not None else 0
+        head_start = NO_HEAD if self._predicts is None else 0
+        if self._heads is not None:
+            head_start = self._heads.plan(sequence, start, end)
         self.rows.append(Row(
             sequence.id, row_tokens, start, block_ids, samples, sequence.blocks.version, is_constrained, state_slot,
             state_source, pools=pools, next_id=next_id, predicts=predicts, head_start=head_start))

@@ -22,12 +22,14 @@ from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.backends.weight_layout import WeightLayout
 from npuserve.npu.execution.load import check_draft_device, possible_mtp
+from npuserve.npu.execution.predictor import MtpHead
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
 from npuserve.npu.model.storage import read_bytes, stored_bytes
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.step import Row, SamplingParams, StepResult
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.speculation.speculator import Mode
 from tests.npu.execution.test_runner import load
 from tests.npu.execution.test_speculation_loop import asks as random_asks
@@ -254,6 +256,16 @@ def test_drafts_of_a_head_are_accepted_and_rejected(served: Served) -> None:
     assert drafted == plain
     assert 0.3 * drafting.drafted < drafting.accepted < drafting.drafted
     assert drafting.accepted_by_kind.keys() == {"model" if served.with_head.config.draft else "mtp"}
+
+
+def test_head_is_not_computed_where_no_draft_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_hybrid(3)
+    add_mtp(model, saved(model, tmp_path))
+    runner = load(tmp_path, dtype="float32", max_num_batched_tokens=32, max_num_seqs=32, max_drafts=0, mtp="auto")
+    assert runner.predicts
+    monkeypatch.setattr(MtpHead, "forward", lambda *_: pytest.fail("computes the head"))
+    answers, _ = serve(runner, [ask([5, 6, 7, 8], 10, 0)], 1, 40, 2, 32, drafting=Drafting(obstacle="device"))
+    assert len(answers[0].tokens) == 10
 
 
 @settings(max_examples=settings.default.max_examples // 10, deadline=None,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.head_switch import (
     MAX_IDLE_STEPS,
@@ -40,11 +42,13 @@ def test_trial_ends_once_enough_drafts_are_compared() -> None:
     assert not head.is_on_trial
 
 
-def test_trial_without_drafts_ends() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_trial_without_drafts_ends(waits: bool) -> None:
+    """Rows may wait for drafts from text."""
     head = HeadSwitch(AcceptanceRates())
     for _ in range(MAX_TRIAL_STEPS):
         assert head.is_on
-        head.count_step(waits=False)
+        head.count_step(waits=waits)
     assert not head.is_on
 
 
