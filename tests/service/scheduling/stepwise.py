@@ -15,6 +15,7 @@ from npuserve.service.ipc.messages import FinishReason, Request
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.checkpoints import DEFAULT_SPACING, Spacing
 from npuserve.service.scheduling.deadlines import DroppedRequest
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
@@ -34,6 +35,7 @@ class SchedulerHarness:
     min_forced: see Scheduler.
     mask_seconds: see StructuredOutputManager; rows are deferred unless it is infinite.
     drafts: kind of the drafts; see oracle_drafts.py.
+    drafting: replaces that of `drafts`.
     num_slots, spacing: of StateSlots; 0 slots for a model without fixed state.
     message_end_ids: see Scheduler.
     host_slots: of HostTier; 0 for none.
@@ -52,6 +54,7 @@ class SchedulerHarness:
     max_model_len: int | None = None
     mask_seconds: float = math.inf
     drafts: Kind = "off"
+    drafting: Drafting | None = None
     num_slots: int = 0
     spacing: Spacing = DEFAULT_SPACING
     message_end_ids: frozenset[int] = frozenset()
@@ -79,7 +82,7 @@ class SchedulerHarness:
             max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,
             min_forced=self.min_forced, message_end_ids=self.message_end_ids,
             slots=StateSlots(self.num_slots, self.blocks, self.spacing) if self.num_slots else None,
-            drafting=drafting_of(
+            drafting=self.drafting or drafting_of(
                 self.drafts, lambda sequence: answer_alone(sequence.request)[0], VOCABULARY,
                 state_block_size=4 * self.block_size if self.num_slots else 0),
             tier=self.tier,

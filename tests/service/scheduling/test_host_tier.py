@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots, Step
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.sequence import Sequence, State
 from tests.service.scheduling.stepwise import SchedulerHarness
@@ -59,6 +60,40 @@ def test_working_set_of_four_times_the_cache_is_found() -> None:
     for prompt in prompts:
         answer(harness, prompt)
     assert [answer(harness, prompt).cached_tokens for prompt in prompts] == [10] * 6
+
+
+class SwitchedHead(Drafting):
+    """No drafts, of a head that can be stopped. starts: `Row.head_start` of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_computed = True
+        self.starts: list[int] = []
+
+    @property
+    def can_stop_head(self) -> bool:
+        return True
+
+    def plan_head(self, *, may_draft: bool) -> int | None:
+        return 0 if self.is_computed else None
+
+    def planned(self, step: Step) -> None:
+        self.starts += [row.head_start for row in step.rows]
+
+
+def test_head_reads_the_blocks_from_host_memory_that_it_computed() -> None:
+    drafting = SwitchedHead()
+    harness = harness_of(drafting=drafting)
+    drafting.is_computed = False
+    answer(harness, ids(1))
+    drafting.is_computed = True
+    answer(harness, ids(2))
+    for seed, start in ((1, 10), (2, 0), (1, 10)):
+        drafting.starts.clear()
+        loaded = tier_of(harness).num_loaded
+        assert answer(harness, ids(seed)).cached_tokens == 10
+        assert tier_of(harness).num_loaded > loaded
+        assert set(drafting.starts) == {start}
 
 
 def test_block_that_comes_back_is_saved_once() -> None:

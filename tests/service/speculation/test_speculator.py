@@ -13,6 +13,7 @@ from npuserve.service.speculation.head_switch import MIN_STOPPED_STEPS
 from npuserve.service.speculation.predicted_drafts import PredictedDrafts
 from npuserve.service.speculation.request_drafter import RequestDrafter
 from npuserve.service.speculation.speculator import (
+    MAX_BALANCE_STEPS,
     MAX_LOSS,
     MAX_ROW_DRAFTS,
     MAX_STEP_DRAFTS,
@@ -442,6 +443,19 @@ def test_gain_of_many_rows_pays_for_prompts_beside(chunk: int, every: int) -> No
     simulation = simulate_head(
         32, 0.05, lambda made, chance: chance.random() < 0.7, 1500, slope=0.01, chunk=chunk, every=every)
     assert sum(simulation.steps) > 0.9 * len(simulation.steps)
+
+
+def test_balance_is_bounded_by_steps_beside_prompts() -> None:
+    """Not by the seconds that an accepted draft saves, of which each of 32 rows may have some."""
+    speculator = Speculator("auto")
+    load = StepTokens(32, 32)
+    for _ in range(4):
+        speculator.step_applied(load, 32, 1.0, is_overlapped=True)
+    for _ in range(40):
+        speculator.step_applied(StepTokens(32, 64, 32), 64, 1.0, is_overlapped=False)
+    speculator._best_beside_prompts([], load, 64, 1.0, has_head=False)
+    speculator.mixed_step_applied(StepTokens(33, 96), 0, 1.0)
+    assert speculator._balance == pytest.approx(MAX_BALANCE_STEPS * speculator.costs.seconds_of(32), rel=0.2)
 
 
 def test_seconds_of_the_head_for_prompts_are_estimated_where_they_are_not_measured() -> None:
