@@ -329,8 +329,8 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
         Panel("Time for drafts", {"share of the time": rate("drafting_seconds_total")}, "percentunit",
               "Share of the time that the engine's loop searches and chooses drafts."),
         Panel("Steps with the head for drafts", {"{{head}}": rate("head_steps_total", "head")}, "ops",
-              "Steps of a model with a head for multi-token prediction, or with a smaller model, by whether they compute "
-              "it. `speculate` auto stops a head that does not pay.", stack="normal"),
+              "Steps of a model with a head for multi-token prediction, or with a smaller model, by whether they "
+              "compute it. `speculate` auto stops a head that does not pay.", stack="normal"),
         Panel("Tokens without drafts", {"{{reason}}": rate("undrafted_tokens_total", "reason")}, "tokens/s",
               "Tokens of requests that cannot have drafts."),
     ]),

@@ -129,7 +129,8 @@ accepted_draft_tokens_total = _counter(
 acceptance_length_tokens = _histogram(
     "acceptance_length_tokens", "Accepted drafts of a row with drafts, by where they came from", ACCEPTED, "kind")
 head_steps_total = _counter(
-    "head_steps_total", "Steps of a model with a head for drafts or a smaller model, by whether they compute it", "head")
+    "head_steps_total", "Steps of a model with a head for drafts or a smaller model, by whether they compute it",
+    "head")
 drafting_seconds_total = _counter("drafting_seconds_total", "Processor time of the engine's loop for drafts")
 undrafted_tokens_total = _counter(
     "undrafted_tokens_total", "Tokens of requests that cannot have drafts, by reason", "reason")

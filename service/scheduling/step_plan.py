@@ -53,8 +53,8 @@ class StepBuilder:
     dropped, constrained: as in Plan.
     """
 
-    __slots__ = ("_block_size", "_heads", "_predicts", "_reserved", "_slots", "budget", "constrained", "dropped", "new",
-                 "rows")
+    __slots__ = ("_block_size", "_head_start", "_heads", "_predicts", "_reserved", "_slots", "budget", "constrained",
+                 "dropped", "new", "rows")
 
     def __init__(
         self, budget: int, block_size: int, slots: StateSlots | None = None, predicts: int | None = None,
@@ -67,7 +67,8 @@ class StepBuilder:
         self.constrained: list[Sequence] = []
         self._block_size = block_size
         self._slots = slots
-        self._predicts = predicts
+        self._predicts = predicts or 0
+        self._head_start = NO_HEAD if predicts is None else 0
         self._heads = heads
         self._reserved = StepBounds(0, 0)  # tokens of the budget that prompts may not take
 
@@ -132,9 +133,7 @@ class StepBuilder:
             if takes_state:
                 self._slots.take(sequence.slots, end, is_expected=is_expected)
         next_id = 0 if samples or pools else tokens[end]
-        head_start = NO_HEAD if self._predicts is None else 0
-        if self._heads is not None:
-            head_start = self._heads.plan(sequence, start, end)
+        head_start = self._heads.plan(sequence, start, end) if self._heads is not None else self._head_start
         self.rows.append(Row(
             sequence.id, row_tokens, start, block_ids, samples, sequence.blocks.version, is_constrained, state_slot,
             state_source, pools=pools, next_id=next_id, predicts=predicts, head_start=head_start))

@@ -43,9 +43,9 @@ depth (`StepResult.head_seconds`), and are no part of the table of step costs.
 A head that drafts nothing takes time too, for its KV cache. So with `auto` it is stopped where the best choice of
 drafts with it is no faster than the best one without, its own seconds counted (head_switch.py). It is stopped for all
 requests at once, since it takes the time of reading its weights, however few rows need it. A trial shows later whether
-it pays. It begins when the balance, below, has what a trial costs. The keys and values of the tokens in between are
-missing then. The head reads those behind them alone (scheduling/head_contexts.py), so it returns to requests in
-progress, and to cached prefixes that were computed without it.
+it pays, also beside prompts. It begins when the balance, below, has what a trial costs. The keys and values of the
+tokens in between are missing then. The head reads those behind them alone (scheduling/head_contexts.py), so it returns
+to requests in progress, and to cached prefixes that were computed without it.
 
 Two steps in flight. Drafts need the last token on the host, so a step with drafts is planned when no other step is in
 flight. Either all rows wait for the step before, or none does and there are no drafts (`Speculator.waits`). The rows
@@ -72,6 +72,8 @@ no step computed: the tokens are the same. So `auto` knows what drafts would hav
 (acceptance.py). With the measured seconds of steps by their number of tokens (step_costs.py) it takes the number of
 drafts, over all rows, with the most tokens a second. A balance bounds the loss if predictions or measurements mislead:
 steps with drafts are planned, and the head is computed, only while both have cost less than one percent of the time.
+The head computes all tokens of a prompt before the answer can gain by it. So as much gain is kept as recent prompts
+have cost.
 
 Plain values: nothing here imports the scheduler. `scheduling/drafting.py` joins both.
 """

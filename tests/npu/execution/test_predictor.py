@@ -22,7 +22,7 @@ from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.backends.weight_layout import WeightLayout
 from npuserve.npu.execution.load import check_draft_device, possible_mtp
-from npuserve.npu.execution.predictor import MtpHead
+from npuserve.npu.execution.predictor import DraftModel, MtpHead
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
@@ -258,12 +258,21 @@ def test_drafts_of_a_head_are_accepted_and_rejected(served: Served) -> None:
     assert drafting.accepted_by_kind.keys() == {"model" if served.with_head.config.draft else "mtp"}
 
 
-def test_head_is_not_computed_where_no_draft_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_hybrid(3)
-    add_mtp(model, saved(model, tmp_path))
-    runner = load(tmp_path, dtype="float32", max_num_batched_tokens=32, max_num_seqs=32, max_drafts=0, mtp="auto")
+@pytest.mark.parametrize("drafter", ["head", "draft model"])
+def test_what_drafts_is_not_computed_where_no_draft_is_possible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    if drafter == "head":
+        model = random_hybrid(3)
+        add_mtp(model, saved(model, tmp_path / "model"))
+        settings: dict[str, Any] = {"mtp": "auto"}
+    else:
+        saved(random_model("qwen3"), tmp_path / "model")
+        settings = {"draft": saved(random_model("llama"), tmp_path / "draft")}
+    runner = load(tmp_path / "model", dtype="float32", max_num_batched_tokens=32, max_drafts=0, **settings)
     assert runner.predicts
-    monkeypatch.setattr(MtpHead, "forward", lambda *_: pytest.fail("computes the head"))
+    for unit, method in ((MtpHead, "forward"), (DraftModel, "prepare"), (DraftModel, "draft")):
+        monkeypatch.setattr(unit, method, lambda *_: pytest.fail("computes what drafts"))
     answers, _ = serve(runner, [ask([5, 6, 7, 8], 10, 0)], 1, 40, 2, 32, drafting=Drafting(obstacle="device"))
     assert len(answers[0].tokens) == 10
 
