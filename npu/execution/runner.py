@@ -68,8 +68,8 @@ from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.step import NewRequest, Phase, Step, StepResult
 
 DRAFTING_SPAN_STEPS = 7
-"""One of so many steps is timed while it drafts, on a device where a span is further calls of its runtime. A prime, since
-each second or fourth step may have prompts."""
+"""One of so many steps is timed while it drafts, on a device where a span is further calls of its runtime. A prime,
+since each second or fourth step may have prompts."""
 
 
 class Runner:
