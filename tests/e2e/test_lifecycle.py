@@ -281,6 +281,7 @@ def test_sigterm_to_all_processes_lets_streams_end_without_a_restart() -> None:
         assert "starting it again" not in server.log
 
 
+@pytest.mark.timeout(300)  # of its waits
 @pytest.mark.parametrize(("stalls", "number"), [
     ("api", signal.SIGINT),
     ("files", signal.SIGTERM),
