@@ -134,7 +134,8 @@ def test_states_return_from_host_memory_until_the_engine_dies(tmp_path: Path) ->
         assert answers(server) == [(ids, 32) for ids in expected]
         assert server.metric("npuserve_kv_offload_hits_total") >= 2 * 32
         assert server.metric("npuserve_kv_offload_corrupt_blocks_total") == 0
-        assert ids_while_the_engine_is_killed(server, prompts[:1], 2) == expected[:1]
+        (answer,) = ids_while_the_engine_is_killed(server, prompts[:1], 8)  # long enough to end in the next engine
+        assert answer[:2] == expected[0]
         assert [ids for ids, _ in answers(server)] == expected
 
 
