@@ -73,10 +73,11 @@ class PrivateServer:
 def _forward_stderr(process: subprocess.Popen[str], lines: deque[str], is_listening: threading.Event) -> None:
     """Keep the server's last messages, and write those after it listens to stderr. An error quotes earlier ones."""
     assert process.stderr is not None
-    for line in process.stderr:
-        lines.append(line.rstrip())
-        if is_listening.is_set():
-            sys.stderr.write(line)
+    with process.stderr:
+        for line in process.stderr:
+            lines.append(line.rstrip())
+            if is_listening.is_set():
+                sys.stderr.write(line)
 
 
 def _call_at_end(process: subprocess.Popen[str], call: Callable[[], None]) -> None:
@@ -85,8 +86,9 @@ def _call_at_end(process: subprocess.Popen[str], call: Callable[[], None]) -> No
 
 
 def _stop_process(process: subprocess.Popen[str]) -> None:
-    """End the private server by the end of its stdin."""
+    """End the private server by the end of its stdin, and close its stdout."""
     assert process.stdin is not None
+    assert process.stdout is not None
     with contextlib.suppress(OSError):
         process.stdin.close()
     try:
@@ -94,3 +96,4 @@ def _stop_process(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    process.stdout.close()

@@ -131,6 +131,9 @@ def test_death_of_the_private_server_ends_calls_with_its_last_messages():
         with pytest.raises(ValueError, match=r"^the private server ended: (.*\n)*the last message$"):
             model.generate(["Once upon a time"] * 20_000, GREEDY, use_tqdm=False)
         killer.join()
+    model._server._reader.join(60)
+    process = model._server._process
+    assert [bool(file and file.closed) for file in (process.stdin, process.stdout, process.stderr)] == [True] * 3
 
 
 KILLED = """
