@@ -92,8 +92,13 @@ class Part:
     @property
     def head_context_lens(self) -> list[int]:
         """Lengths of the contexts of the `padded` rows in the layers of the model's head."""
-        return [context - max(0, row.head_start) for context, row in zip(self.context_lens, self.rows, strict=False)
-                ] + self.context_lens[len(self.rows) :]
+        count = len(self.rows)
+        return _head_context_lens(self.context_lens[:count], self.rows) + self.context_lens[count:]
+
+
+def _head_context_lens(context_lens: Sequence[int], rows: Sequence[Row]) -> list[int]:
+    """Return the lengths of the rows' contexts in the layers of the model's head, which begin at `Row.head_start`."""
+    return [context - max(0, row.head_start) for context, row in zip(context_lens, rows, strict=True)]
 
 
 class Staged:
@@ -411,8 +416,7 @@ class BatchBuffers:
             arrays["state_slots"][first : first + count] = [row.state_slot for row in rows]
         arrays["contexts"][first : first + count] = contexts
         if self._has_mtp:
-            arrays["head_contexts"][first : first + count] = [
-                context - max(0, row.head_start) for context, row in zip(contexts, rows, strict=True)]
+            arrays["head_contexts"][first : first + count] = _head_context_lens(contexts, rows)
         cu_seqlens = arrays["cu_seqlens"][first + (first > 0) :]
         cu_seqlens[: count + 1] = [0, *ends]
         last = [index for row, end in zip(rows, ends, strict=True) for index in range(end - row.samples, end)]

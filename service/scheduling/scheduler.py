@@ -585,10 +585,11 @@ class Scheduler:
         drafts: by sequence id. A row with drafts may have several known tokens.
         """
         num_more = 0
-        num_rows = sum(sequence.num_uncomputed_tokens == 1 or sequence.id in drafts for sequence in running if drafts)
+        # Requests that may take rows after those with drafts.
+        later = {sequence.id for sequence in running
+                 if drafts and (sequence.num_uncomputed_tokens == 1 or sequence.id in drafts)}
         for sequence in running:
-            if drafts:  # `num_rows` of the requests after this one
-                num_rows -= sequence.num_uncomputed_tokens == 1 or sequence.id in drafts
+            later.discard(sequence.id)
             if not sequence.needs_row:
                 continue
             num_tokens = sequence.num_tokens
@@ -596,7 +597,7 @@ class Scheduler:
             known = num_tokens - sequence.num_computed_tokens
             row_drafts = drafts.get(sequence.id)
             if row_drafts and (
-                    plan.budget < known + len(row_drafts) + num_rows
+                    plan.budget < known + len(row_drafts) + len(later)
                     or not self.memory.grow_for_drafts(sequence, num_tokens + len(row_drafts), len(running))):
                 row_drafts = None
             if not has_blocks or (known > 1 and not row_drafts):

@@ -245,8 +245,8 @@ class Speculator:
         if self._balance is None:
             first_trial_steps = 0.0 if self.head is None else FIRST_TRIAL_STEPS
             self._balance = (FIRST_BALANCE_STEPS + first_trial_steps) * self._baseline
-        most = MAX_BALANCE_STEPS * self._baseline + self._prompt_seconds
-        self._balance = min(self._balance + seconds, most)
+        max_balance = MAX_BALANCE_STEPS * self._baseline + self._prompt_seconds
+        self._balance = min(self._balance + seconds, max_balance)
         if self.head is not None and self._balance < -MAX_DEBT_STEPS * self._baseline:
             self.head.stop()
 

@@ -78,8 +78,8 @@ def test_head_reads_what_it_wrote() -> None:
     cached: list[int] = []
     for _ in range(300):
         shared = cached[: chance.randrange(len(cached) + 1)]
-        own = chance.sample([block for block in range(60) if block not in cached], 10)
-        request = sequence(*shared, *own)
+        uncached = chance.sample([block for block in range(60) if block not in cached], 10)
+        request = sequence(*shared, *uncached)
         position = begin = SIZE * len(shared)
         while position < SIZE * len(request.block_ids) - 4:
             if chance.random() < 0.1:
