@@ -78,7 +78,7 @@ def parts(
     args: argparse.Namespace, config: ServerConfig, servers: Sequence[RunningServer], deadline: float
 ) -> Iterator[tuple[str, Part]]:
     """Yield name and content of each part. After the deadline the remaining ones are skipped."""
-    host = Readings(environ=os.environ)
+    host = Readings(environ=os.environ, run=lambda command: _output(_timed(command, deadline)))
     yield from _settings(config, servers)
     yield "variables.json", _json(redaction.variables(os.environ))
     yield "software.json", sources.software({"driver": host.driver, "firmware": host.firmware, "cann": host.cann})
@@ -156,7 +156,12 @@ def accept(config: ServerConfig, seconds: float) -> Part:
                        MAX_REPORT_BYTES, environment)
 
 
-def _timed(command: tuple[str, ...], deadline: float) -> Part:
+def _output(part: Part) -> str:
+    """Return the output of a command; "" if it was not run, failed or was killed."""
+    return part.data.decode(errors="replace") if part.status in ("complete", "truncated") else ""
+
+
+def _timed(command: Sequence[str], deadline: float) -> Part:
     left = deadline - time.monotonic()
     if left <= 0:
         return Part(b"", "skipped", "the time was over")

@@ -386,18 +386,13 @@ def test_accept_report_is_an_object_with_a_report(tmp_path: Path, text: str) -> 
     assert (part.data, part.status) == (b"", "failed")
 
 
-def test_collect_ended_by_sigterm_ends_its_command(home: Path) -> None:
-    program(home / "bin", "npu-smi", f"#!/bin/sh\necho $$ >{home}/started\nexec sleep 60\n")
-    command = [sys.executable, "-m", "npuserve.cli", "collect", "--output", str(home / "a.tar.gz")]
-    process = subprocess.Popen(command)
-    try:
-        started = home / "started"
-        until(lambda: started.exists() and started.read_text().endswith("\n"), seconds=100)
-        process.terminate()
-        assert process.wait(60) == 128 + signal.SIGTERM
-    finally:
-        process.kill()
-    until(lambda: not is_running(int(started.read_text())), seconds=50)
+@pytest.mark.parametrize("command", ["info", "info -m"], ids=["versions", "report"])
+def test_collect_ended_by_sigterm_ends_its_command(home: Path, command: str) -> None:
+    program(home / "bin", "npu-smi", f"#!/bin/sh\n[ \"$*\" = '{command}' ] || exit 0\n"
+                                     f"echo $$ >{home}/started\nkill -TERM $PPID\nexec sleep 600\n")
+    process = subprocess.run([sys.executable, "-m", "npuserve.cli", "collect", "--output", str(home / "a.tar.gz")])
+    assert process.returncode == 128 + signal.SIGTERM
+    until(lambda: not is_running(int((home / "started").read_text())), seconds=50)
 
 
 def test_archive_in_place_of_another_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
