@@ -253,6 +253,7 @@ class KernelSet:
     decoder_layers: Callable[..., Tensor | None]
     take_ids: Callable[..., Tensor]
     keep_ids: Callable[..., None]
+    keep_rows: Callable[..., None]
     embedding: Callable[..., Tensor]
     quantize: Callable[..., Any]
     rms_norm: Callable[..., Any]

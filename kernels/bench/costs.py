@@ -81,6 +81,10 @@ def _keep_ids(ids: Tensor, last: Tensor) -> Cost:
     return Cost(2 * last.nbytes, 0, "fp32")
 
 
+def _keep_rows(x: Tensor, memory: Tensor) -> Cost:
+    return Cost(2 * x.nbytes, 0, "fp32")
+
+
 def _quantized(shape: Sequence[int], scheme: Scheme) -> int:
     """Return the bytes of a quantized tensor of this shape."""
     rows, columns = shape
@@ -276,6 +280,7 @@ def _logprobs(logits: Tensor, vocabulary: int, ids: Tensor, n: int) -> Cost:
 COSTS: dict[str, Callable[..., Cost]] = {
     "take_ids": _take_ids,
     "keep_ids": _keep_ids,
+    "keep_rows": _keep_rows,
     "embedding": _embedding,
     "embedding_shard": _embedding_shard,
     "all_reduce": _all_reduce,

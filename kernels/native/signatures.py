@@ -285,6 +285,7 @@ SIGNATURES: dict[str, Signature] = {
     "zero_outside": (_IDS, Argument("x", None, _matrix)),
     "take_ids": (_IDS, Argument("last", INT64), Argument("out", INT64, _rows)),
     "keep_ids": (Argument("ids", INT64, _matrix), Argument("last", INT64, _rows)),
+    "keep_rows": (_X, Argument("memory", None, _matrix)),
     "greedy": (Argument("logits", None, _matrix), *_BEST),
     "greedy_merge": _MERGED,
     "sample": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -22,6 +23,13 @@ from npuserve.npu.model.weights import ModelWeights
 
 MAX_LOGITS_BYTES = 32 << 20
 """Bytes of a slice of logits in float32. Slices bound the memory for the logits of a long chunk."""
+
+
+class InputReader(Protocol):
+    """Takes the inputs of layers while a model is computed, or recorded."""
+
+    def read(self, layer: int, residual: Tensor) -> None:
+        """Take the input [T, H] of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +58,16 @@ class Model:
         cos_sin = cos_sin_table(config.rope, config.attention.head_dim, length, backend.device)
         return Model(config, weights, cos_sin, kernels, ranks, backend.capabilities.counts_together)
 
-    def hidden(self, batch: Batch, store: StateStore) -> Tensor:
-        """Return the hidden states [T, H] of a batch after the final norm; write its state to the store."""
-        return self.layers(self.embedding(batch.ids), batch, store)
+    def hidden(self, batch: Batch, store: StateStore, reader: InputReader | None = None) -> Tensor:
+        """Return the hidden states [T, H] of a batch after the final norm; write its state to the store.
 
-    def layers(self, residual: Tensor, batch: Batch, store: StateStore) -> Tensor:
+        reader: takes the inputs of the layers.
+        """
+        return self.layers(self.embedding(batch.ids), batch, store, reader)
+
+    def layers(
+        self, residual: Tensor, batch: Batch, store: StateStore, reader: InputReader | None = None
+    ) -> Tensor:
         """Return the output [T, H] of all layers after the final norm; write their state to the store.
 
         residual: [T, H], input of the first layer.
@@ -62,20 +75,43 @@ class Model:
         k = self.kernels
         w = self.weights
         eps = self.config.rms_norm_eps
-        inputs = Inputs(k, batch.positions, batch.slot_mapping, batch.attention, batch.state_slots, self.cos_sin, eps,
-                        [] if self.counts_together else None)
-        if (after := self._fused_layers(residual, store, inputs)) is not None:
+        inputs = self._inputs(batch)
+        if reader is None and (after := self._fused_layers(residual, store, inputs)) is not None:
             return k.rms_norm(after, w.norm, eps)  # type: ignore[no-any-return]  # a Tensor without a scheme
-        blocks = list(w.blocks)
-        normed = k.rms_norm(residual, blocks[0].norm, eps, blocks[0].input_scheme)
+        first = w.layers[0][0]
+        normed = k.rms_norm(residual, first.norm, eps, first.input_scheme)
+        return self._layers(normed, residual, store, inputs, reader)[0]
+
+    def layers_after_norm(
+        self, normed: Tensor, residual: Tensor, batch: Batch, store: StateStore
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [T, H] of all layers after the final norm, and before it; write their state to the store.
+
+        normed: input of the first layer's mixer, in place of the norm of the residual stream [T, H].
+        """
+        return self._layers(normed, residual, store, self._inputs(batch), None)
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        return Inputs(self.kernels, batch.positions, batch.slot_mapping, batch.attention, batch.state_slots,
+                      self.cos_sin, self.config.rms_norm_eps, [] if self.counts_together else None)
+
+    def _layers(
+        self, normed: Any, residual: Tensor, store: StateStore, inputs: Inputs, reader: InputReader | None
+    ) -> tuple[Tensor, Tensor]:
+        k = self.kernels
+        blocks = list(self.weights.blocks)
         following = [*((block.norm, block.input_scheme, block.layer.reads_float32) for block in blocks[1:]),
-                     (w.norm, None, False)]
-        for block, state, (norm, scheme, widens) in zip(blocks, store.states, following, strict=True):
+                     (self.weights.norm, None, False)]
+        begins = {sum(map(len, self.weights.layers[:layer])): layer for layer in range(self.config.num_layers)}
+        for place, (block, state, (norm, scheme, widens)) in enumerate(
+                zip(blocks, store.states, following, strict=True)):
+            if reader is not None and place in begins:
+                reader.read(begins[place], residual)
             out = self._sum(block.layer.forward(normed, block.weights, state, inputs))
-            normed, residual = k.add_rms_norm(out, residual, norm, eps, scheme, widens)
+            normed, residual = k.add_rms_norm(out, residual, norm, inputs.eps, scheme, widens)
         if inputs.uncounted:
             store.count(inputs.uncounted)
-        return normed  # type: ignore[no-any-return]  # a Tensor, since the final norm has no scheme
+        return normed, residual  # the final norm has no scheme
 
     def _fused_layers(self, residual: Tensor, store: StateStore, inputs: Inputs) -> Tensor | None:
         """Return the residual stream after all layers in one kernel; None if the backend or the model has none."""

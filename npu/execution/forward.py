@@ -9,7 +9,7 @@ from torch import Tensor
 
 from npuserve.kernels.sample import Filters
 from npuserve.npu.execution.batch import Batch, BatchBuffers
-from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.decoder import InputReader, Model
 from npuserve.npu.execution.masks import RowMasks
 from npuserve.npu.execution.predictor import Predictor
 from npuserve.npu.execution.sampler import Logprobs, RowPlan, Sampler
@@ -23,11 +23,12 @@ class Forward:
         that chooses tokens writes them, from index `first` on.
     buffers: sampling parameters of `sample_fixed`.
     predictor: keeps what it drafts from (`Predictor.keep`); None if it drafts from nothing that a step keeps.
+    reader: takes the inputs of the model's layers.
     """
 
     def __init__(
         self, model: Model, store: StateStore, sampler: Sampler, buffers: BatchBuffers, last: Tensor,
-        predictor: Predictor | None = None,
+        predictor: Predictor | None = None, reader: InputReader | None = None,
     ):
         self._model = model
         self._store = store
@@ -35,11 +36,12 @@ class Forward:
         self._buffers = buffers
         self._last = last
         self._predictor = predictor
+        self._reader = reader
 
     def hidden(self, batch: Batch) -> Tensor:
         """Return the hidden states [T, H] of a batch after the final norm."""
         ids = self._model.kernels.take_ids(batch.ids, self._last)
-        hidden = self._model.hidden(replace(batch, ids=ids), self._store)
+        hidden = self._model.hidden(replace(batch, ids=ids), self._store, self._reader)
         if self._predictor is not None:
             self._predictor.keep(ids, hidden)
         return hidden

@@ -121,7 +121,7 @@ def load_runner(
         if group:
             group.minimum(0)  # wait until all ranks have read the free memory
         weights = load_weights(folder, config, getattr(torch, plan.dtype), device, progress, loaded=plan is kept)
-    drafting = _load_draft(draft, config, weights.dtype, device, progress)
+    drafting = _load_draft(draft, config, weights, device, progress)
     build = partial(
         Runner, device, weights, config, block_size=plan.block_size, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, kv_cache_dtype=kv_cache_dtype, ranks=ranks,
@@ -172,15 +172,20 @@ def with_draft(config: ModelConfig, draft: Path | str, device: Backend) -> Model
     if not draft:
         return config
     can = device.capabilities
-    smaller = ModelConfig.from_folder(draft, float8=can.float8, int4=can.int4)
+    smaller = config.draft_from_folder(draft, float8=can.float8, int4=can.int4)
     return config.with_draft(smaller.sharded(replace(config.shard, whole_experts=False)))
 
 
 def _load_draft(
-    folder: Path | str, config: ModelConfig, dtype: torch.dtype, device: Backend, progress: Progress | None
+    folder: Path | str, config: ModelConfig, weights: ModelWeights, device: Backend, progress: Progress | None
 ) -> ModelWeights | None:
-    """Return the weights of the smaller model in a folder; None without one."""
-    return load_weights(folder, config.draft, dtype, device, progress) if config.draft else None
+    """Return the weights of the smaller model, or EAGLE-3 head, in a folder; None without one.
+
+    weights: of the served model, whose embedding an EAGLE-3 head may share.
+    """
+    if config.draft is None:
+        return None
+    return load_weights(folder, config.draft, weights.dtype, device, progress, embedding=weights.embedding)
 
 
 def possible_mtp(setting: MtpSetting, host: Backend | None) -> MtpSetting:

@@ -451,7 +451,7 @@ GOLDEN_HIDDEN_COPIES = 2
 """Tensors [T, H] that are held at the same time: the residual stream, its norm, and outputs of the layers."""
 
 MTP_COPIES = 7
-"""Tensors [T, H] that the MTP head holds beside the model's: its two inputs, their norms, these two in one tensor, and
+"""Tensors [T, H] that an MTP or EAGLE-3 head holds beside the model's: its two inputs, their norms, these two in one tensor, and
 their product. Where it is captured, the model's hidden states are copied for it."""
 
 
@@ -461,7 +461,7 @@ def _activations(config: ModelConfig, backend: Backend, tokens: int, context: in
     layers = list(dict.fromkeys(config.local_layers))
     summed = 0 if backend.capabilities.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
     mtp_copies = MTP_COPIES + (1 if backend.capabilities.padding_blocks else 0)
-    of_mtp = mtp_copies * tokens * hidden * itemsize if config.mtp else 0
+    of_mtp = mtp_copies * tokens * hidden * itemsize if config.mtp or config.eagle else 0
     linears = storage.layer_matrices(config)
     if not _has_own(backend, paged_attention):
         # The largest layer, beside the residual and its norm.

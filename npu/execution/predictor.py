@@ -1,4 +1,5 @@
-"""Drafts of the tokens that follow those of a step, by a head for multi-token prediction (MTP) or by a smaller model.
+"""Drafts of the tokens that follow those of a step, by a head for multi-token prediction (MTP), an EAGLE-3 head, or a
+smaller model.
 
 The samples of a row are compared with its drafts, on the device. New drafts follow the sample after the last right one.
 They write keys and values beyond the row, which the next row overwrites.
@@ -21,6 +22,8 @@ position p is the model's hidden state there and the token at p + 1; its output 
 A position's keys and values depend on the token after it, which another request with the same prefix may not have. So
 those of the last position of a cached prefix may belong to another token: a draft becomes less probable, and no answer
 changes.
+
+An EAGLE-3 head has the same place, with a feature of the inputs of some layers instead of the model's hidden state.
 
 A smaller model has keys and values of its own, in the same blocks. It computes all tokens of a step, then the sample
 after the last right draft, and each draft but the last.
@@ -49,7 +52,8 @@ from npuserve.npu.execution.draft_buffers import SampledTokens
 from npuserve.npu.execution.sampler import Put
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.weights import ModelWeights, MtpWeights
+from npuserve.npu.model.eagle import EagleHead
+from npuserve.npu.model.weights import EagleWeights, ModelWeights, MtpWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +129,16 @@ class Predictor(ABC):
         return is_right.to(torch.int64).cumprod(1).sum(1, keepdim=True)
 
     def _choose(self, requests: list[int], hidden: Tensor) -> Drafts:
-        return Drafts(requests, self._model.argmax(hidden)[:, 0].contiguous())
+        return Drafts(requests, self._best(hidden)[:, 0].contiguous())
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        """Return the draft [R, W] int64 after each of hidden [R, H] in the first column."""
+        return self._model.argmax(hidden)
 
     def _choose_all(self, hidden: Tensor, number: int) -> Tensor:
         """Return the draft after each sample; keep it as the one with this number, from 0 on."""
         ids = self._ids[number, : len(hidden)]
-        self._model.kernels.keep_ids(self._model.argmax(hidden), ids)
+        self._model.kernels.keep_ids(self._best(hidden), ids)
         return ids
 
     def _is_valid(self, sampled: SampledTokens) -> Tensor:
@@ -174,7 +182,70 @@ class Predictor(ABC):
                        slot_mapping=blocks * self._block_size + positions % self._block_size)
 
 
-class MtpHead(Predictor):
+class HiddenHead(Predictor):
+    """Head whose input at a position is a hidden state there and the embedding of the next token."""
+
+    @staticmethod
+    def num_following(depth: int) -> int:
+        return max(0, depth - 1)
+
+    def prepare(self, batch: Batch) -> None:
+        """Do nothing: the head's input is computed with the model."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, hidden: Tensor, next_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the head's output [T, H], and the hidden state [T, H] for the position after; write its keys and
+        values.
+
+        batch: with the attention of the head.
+        hidden: [T, H], of the step or of an earlier `forward`. next_ids: [T] int64, token after each position.
+        """
+
+    @abstractmethod
+    def _kept(self, count: int) -> Tensor:
+        """Return the hidden states of the `count` tokens that were kept last."""
+
+    @abstractmethod
+    def _of_step(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of the step's tokens. hidden: [T, H] of the served model."""
+
+    def draft_all(self, batch: Batch, sampled: SampledTokens, depth: int) -> Tensor:
+        assert batch.next_ids is not None
+        next_ids = self._model.kernels.take_ids(batch.next_ids, self._last)
+        outputs, hidden = self.forward(_of_head(batch), self._kept(len(next_ids)), next_ids)
+        if not depth:
+            return outputs
+        outputs, hidden = (each.index_select(0, sampled.tokens) for each in (outputs, hidden))
+        ids = self._choose_all(outputs, 0)
+        if depth == 1:
+            return ids
+        is_valid = self._is_valid(sampled)
+        for number in range(1, depth):
+            following = self._after_samples(batch, sampled, is_valid, number - 1, ids)
+            outputs, hidden = self.forward(following, hidden, ids)
+            ids = self._choose_all(outputs, number)
+        return ids
+
+    def draft(self, batch: Batch, hidden: Tensor, drafted: DraftedRows | None) -> list[Drafts]:
+        assert batch.next_ids is not None
+        next_ids = self._model.kernels.take_ids(batch.next_ids, self._last)
+        outputs, hidden = self.forward(_of_head(batch), self._of_step(hidden), next_ids)
+        if drafted is None:
+            return []
+        tokens = drafted.tokens.gather(1, self._num_right(drafted)).flatten()
+        outputs, hidden, positions = outputs[tokens], hidden[tokens], batch.positions[tokens]
+        result: list[Drafts] = []
+        for count in drafted.counts:
+            if result:
+                positions = positions[:count] + 1
+                ids = result[-1].ids[:count]
+                following = self._following(batch, drafted.rows[:count], positions, ids, batch.head)
+                outputs, hidden = self.forward(following, hidden[:count], ids)
+            result.append(self._choose(drafted.requests[:count], outputs))
+        return result
+
+
+class MtpHead(HiddenHead):
     """Head of the served model, with its embedding and LM head."""
 
     def __init__(
@@ -186,66 +257,83 @@ class MtpHead(Predictor):
         self._weights = weights
         self._hidden = hidden
 
-    @staticmethod
-    def num_following(depth: int) -> int:
-        return max(0, depth - 1)
-
     def keep(self, ids: Tensor, hidden: Tensor) -> None:
         assert self._hidden is not None
         self._hidden[: len(hidden)].copy_(hidden)
 
-    def draft_all(self, batch: Batch, sampled: SampledTokens, depth: int) -> Tensor:
-        assert batch.next_ids is not None
+    def _kept(self, count: int) -> Tensor:
         assert self._hidden is not None
-        next_ids = self._model.kernels.take_ids(batch.next_ids, self._last)
-        outputs = self.forward(_of_head(batch), self._hidden[: len(next_ids)], next_ids)
-        if not depth:
-            return outputs
-        outputs = outputs.index_select(0, sampled.tokens)
-        ids = self._choose_all(outputs, 0)
-        if depth == 1:
-            return ids
-        is_valid = self._is_valid(sampled)
-        for number in range(1, depth):
-            outputs = self.forward(self._after_samples(batch, sampled, is_valid, number - 1, ids), outputs, ids)
-            ids = self._choose_all(outputs, number)
-        return ids
+        return self._hidden[:count]
 
-    def prepare(self, batch: Batch) -> None:
-        """Do nothing: the head's input is the model's output."""
+    def _of_step(self, hidden: Tensor) -> Tensor:
+        return hidden
 
-    def draft(self, batch: Batch, hidden: Tensor, drafted: DraftedRows | None) -> list[Drafts]:
-        assert batch.next_ids is not None
-        next_ids = self._model.kernels.take_ids(batch.next_ids, self._last)
-        outputs = self.forward(_of_head(batch), hidden, next_ids)
-        if drafted is None:
-            return []
-        tokens = drafted.tokens.gather(1, self._num_right(drafted)).flatten()
-        outputs = outputs[tokens]
-        positions = batch.positions[tokens]
-        result: list[Drafts] = []
-        for count in drafted.counts:
-            if result:
-                positions = positions[:count] + 1
-                ids = result[-1].ids[:count]
-                following = self._following(batch, drafted.rows[:count], positions, ids, batch.head)
-                outputs = self.forward(following, outputs[:count], ids)
-            result.append(self._choose(drafted.requests[:count], outputs))
-        return result
-
-    def forward(self, batch: Batch, hidden: Tensor, next_ids: Tensor) -> Tensor:
-        """Return the head's output [T, H] after its final norm; write its keys and values.
-
-        batch: with the attention of the head.
-        hidden: [T, H] of the model, or of an earlier `forward`. next_ids: [T] int64, token after each position.
-        """
+    def forward(self, batch: Batch, hidden: Tensor, next_ids: Tensor) -> tuple[Tensor, Tensor]:
         k = self._model.kernels
         weights = self._weights
         eps = self._model.config.rms_norm_eps
         embedded = k.rms_norm(self._model.embedding(next_ids), weights.embedding_norm, eps)
         normed = k.rms_norm(hidden.contiguous(), weights.hidden_norm, eps)
         both = torch.cat((embedded, normed), 1)
-        return self._model.layers(k.linear(both, weights.fc.weight, weights.fc.bias), batch, self.store)
+        output = self._model.layers(k.linear(both, weights.fc.weight, weights.fc.bias), batch, self.store)
+        return output, output
+
+
+class Eagle3Head(HiddenHead):
+    """EAGLE-3 head (npu/model/eagle.py), with an LM head for ids of its own.
+
+    While the served model is computed, or recorded, the head makes its features from the inputs of layers (`read`), and
+    keeps those of the step. A further draft takes the layer's output before the final norm in their place.
+    """
+
+    def __init__(
+        self, model: Model, store: StateStore, block_size: int, last: Tensor, ids: Tensor, eagle: EagleHead,
+        weights: EagleWeights, features: Tensor,
+    ) -> None:
+        """features: [T, H], memory for those of a step."""
+        super().__init__(model, store, block_size, last, ids)
+        self._eagle = eagle
+        self._weights = weights
+        self._features = features
+        self._sum: Tensor | None = None
+
+    def read(self, layer: int, residual: Tensor) -> None:
+        """Add the product of a layer's input [T, S] and its part of fc to the features, if the head reads it."""
+        inputs = self._eagle.inputs
+        if layer not in inputs:
+            return
+        k = self._model.kernels
+        fc = self._weights.fc[inputs.index(layer)]
+        product = k.linear(residual, fc.weight, fc.bias)
+        if self._sum is not None:
+            _, product = k.add_rms_norm(  # the norm is not used
+                product, self._sum, self._weights.embedding_norm, self._model.config.rms_norm_eps)
+        self._sum = product
+        if layer == inputs[-1]:
+            k.keep_rows(product, self._features)
+            self._sum = None
+
+    def keep(self, ids: Tensor, hidden: Tensor) -> None:
+        """Do nothing: `read` keeps the features."""
+
+    def _kept(self, count: int) -> Tensor:
+        return self._features[:count]
+
+    def _of_step(self, hidden: Tensor) -> Tensor:
+        return self._features[: len(hidden)]
+
+    def forward(self, batch: Batch, hidden: Tensor, next_ids: Tensor) -> tuple[Tensor, Tensor]:
+        k = self._model.kernels
+        eps = self._model.config.rms_norm_eps
+        embedded = k.rms_norm(self._model.embedding(next_ids), self._weights.embedding_norm, eps)
+        features = hidden.contiguous()
+        normed = k.rms_norm(features, self._model.weights.layers[0][0].norm, eps)
+        residual = normed if self._eagle.norms_residual else features
+        return self._model.layers_after_norm(torch.cat((embedded, normed), 1), residual, batch, self.store)
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        ids = super()._best(hidden)
+        return ids if self._weights.served_ids is None else self._weights.served_ids[ids]
 
 
 class DraftModel(Predictor):
@@ -301,18 +389,23 @@ class DraftModel(Predictor):
 
 def predictor_of(
     model: Model, draft: ModelWeights | None, backend: Backend, allocate: Callable[[ModelConfig], StateStore],
-    block_size: int, sampled_ids: Tensor, kept_tokens: int,
+    block_size: int, sampled_ids: Tensor, kept_tokens: int, max_tokens: int,
 ) -> Predictor | None:
     """Return what drafts tokens beside a model; None if nothing does.
 
-    draft: weights of a smaller model.
+    draft: weights of a smaller model, or of an EAGLE-3 head.
     allocate: allocates the keys and values of a configuration.
     sampled_ids: [1 + D, S] int64, for the ids of a step and the drafts after each.
     kept_tokens: most tokens of a step of which `Predictor.keep` keeps something; 0 if it is not called.
+    max_tokens: most tokens of a step.
     """
     last, drafts = sampled_ids[0], sampled_ids[1:]
     if (config := model.config.draft) is not None and draft is not None:
         smaller = Model.of(config, draft, len(model.cos_sin), model.kernels, backend, model.ranks)
+        if config.eagle and draft.eagle:
+            features = backend.empty((max_tokens, config.hidden_size), draft.dtype).zero_()
+            return Eagle3Head(
+                smaller, allocate(config), block_size, last, drafts, config.eagle, draft.eagle, features)
         kept_ids = backend.empty((kept_tokens,), torch.int64).zero_() if kept_tokens else None
         return DraftModel(smaller, allocate(config), block_size, last, drafts, kept_ids)
     head = model.weights.mtp

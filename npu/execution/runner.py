@@ -57,7 +57,7 @@ from npuserve.npu.execution.in_flight import (
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
 from npuserve.npu.execution.page_population import PagePopulation
-from npuserve.npu.execution.predictor import Drafts, predictor_of
+from npuserve.npu.execution.predictor import Drafts, Eagle3Head, HiddenHead, predictor_of
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.execution.step_drafting import RowDrafting, SampleDrafting, StepDrafting
@@ -172,13 +172,14 @@ class Runner:
             StateStore.allocate, num_blocks=num_blocks, block_size=block_size, dtype=self.cache_dtype, backend=backend,
             model_dtype=dtype)
         predictor = predictor_of(
-            model, draft, backend, allocate, block_size, self._sampled_ids, max_num_batched_tokens if depths else 0)
+            model, draft, backend, allocate, block_size, self._sampled_ids, max_num_batched_tokens if depths else 0,
+            max_num_batched_tokens)
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(samples, config.vocab_size, backend)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
             num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts,
-            has_mtp=weights.mtp is not None,
+            has_mtp=isinstance(predictor, HiddenHead),
             following=predictor.num_following(depth) if predictor and depths else None)
         most_samples = self._buffers.drafting.most_samples if self._buffers.drafting else samples
         self.max_drafted_samples = most_samples if most_samples < samples else None
@@ -196,7 +197,8 @@ class Runner:
         self._pages = PagePopulation(memory)
         self._pages.map_first()
         captured = predictor if depths else None
-        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last, captured)
+        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last, captured,
+                                predictor if isinstance(predictor, Eagle3Head) else None)
         # Collectives by torch.distributed cannot be recorded on the CPU.
         is_recordable = ranks.size == 1 or not can.shares_memory or ranks.region is not None
         self._capturable = CapturableSteps(self._forward, self._buffers, samples, captured, depths)

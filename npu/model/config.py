@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from npuserve.npu.model.eagle import EagleHead, is_eagle, read_eagle, read_layer
 from npuserve.npu.model.families import FAMILIES, REFUSED
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of, has_tensor
@@ -62,7 +63,8 @@ class ModelConfig:
         model that generates text.
     head: name of the matrix of the checkpoint's LM head, or of its classifier.
     mtp: layers of the head for multi-token prediction (MTP), which drafts tokens; () if it is not loaded.
-    draft: smaller model that drafts tokens, from a folder of its own; None for none.
+    draft: smaller model that drafts tokens, or EAGLE-3 head, from a folder of its own; None for none.
+    eagle: what an EAGLE-3 head has beside a model; None for a model. Then vocab_size is the number of its own ids.
     """
 
     architecture: str
@@ -87,17 +89,21 @@ class ModelConfig:
     head: str = "lm_head"
     mtp: tuple[DecoderLayer, ...] = ()
     draft: ModelConfig | None = None
+    eagle: EagleHead | None = None
 
     def with_draft(self, draft: ModelConfig) -> ModelConfig:
         """Return the configuration with a smaller model that drafts. Raises ModelError if that is not possible."""
-        if draft.vocab_size != self.vocab_size:
-            raise ModelError(f"speculate: the model that drafts has {draft.vocab_size} tokens in its vocabulary, the "
+        vocabulary = draft.eagle.vocabulary if draft.eagle else draft.vocab_size
+        if vocabulary != self.vocab_size:
+            raise ModelError(f"speculate: the model that drafts has {vocabulary} tokens in its vocabulary, the "
                              f"served one {self.vocab_size}; both must have the same tokens")
         if draft.has_fixed_state:
             raise ModelError(f"speculate: a model with linear attention ({draft.family}) cannot draft; possible are "
                              "models of attention alone")
         if self.pooling or draft.pooling:
             raise ModelError("speculate: models that embed or rank have no drafts")
+        if draft.eagle and self.shard.size > 1:
+            raise ModelError("speculate: an EAGLE-3 head is not possible with a tensor_parallel_size above 1")
         return replace(self, draft=draft)
 
     def sharded(self, shard: Shard) -> ModelConfig:
@@ -123,6 +129,10 @@ class ModelConfig:
         Embedding and LM head are those of the whole model.
         """
         return replace(self, layers=self.mtp, prefix=MTP_PREFIX, mtp=(), draft=None) if self.mtp else None
+
+    def layer_name(self, index: int) -> str:
+        """Return the beginning of the names of a decoder layer's tensors."""
+        return self.eagle.layer if self.eagle else f"{self.prefix}layers.{index}."
 
     def first_layers(self, count: int) -> ModelConfig:
         """Return the configuration of the model's first `count` layers."""
@@ -267,28 +277,44 @@ class ModelConfig:
             while loading.
         mtp: whether the head for multi-token prediction is loaded.
         """
-        path = Path(folder) / "config.json"
-        check_links(Path(folder))
-        check_downloaded([path])
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            if other := content_of(path.parent):
-                raise ModelError(f"{path.parent}: {other}") from None
-            raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ModelError(f"{path}: cannot be read: {error}") from None
-        if not isinstance(data, dict):
-            raise ModelError(f"{path}: must hold a JSON object")
-        pooling = read_pooling(path.parent, task)
+        data = _read(Path(folder))
+        if is_eagle(data):
+            raise ModelError(f"{folder}: is an EAGLE-3 head, which drafts for another model: serve that one, with "
+                             f"speculate set to this folder (--speculate {folder})")
+        pooling = read_pooling(Path(folder), task)
         config = replace(
             ModelConfig.from_dict(data, is_pooling=pooling is not None), lm_head_dtype=lm_head_dtype,
             converts_float8=not float8, converts_int4=not int4)
         if description := next(iter(sorted(Path(folder).glob(modelslim.DESCRIPTIONS))), None):
             config = replace(config, quantization=_modelslim(description))
             _check_tied(config)
-        config = config._pooling(pooling, path.parent) if pooling else config
-        return config._with_mtp(path.parent, mtp)._experts_of(path.parent)
+        config = config._pooling(pooling, Path(folder)) if pooling else config
+        return config._with_mtp(Path(folder), mtp)._experts_of(Path(folder))
+
+    def draft_from_folder(self, folder: Path | str, *, float8: bool = True, int4: bool = True) -> ModelConfig:
+        """Read a smaller model that drafts for this one, or an EAGLE-3 head. Raises ModelError.
+
+        float8, int4: see `from_folder`.
+        """
+        data = _read(Path(folder))
+        if not is_eagle(data):
+            return ModelConfig.from_folder(folder, float8=float8, int4=int4)
+        eagle = read_eagle(data, Path(folder), self.num_layers, self.hidden_size)
+        context = whole(data, "max_position_embeddings", self.max_position_embeddings)
+        return ModelConfig(
+            architecture="Eagle3",
+            family="eagle3",
+            vocab_size=whole(data, "draft_vocab_size", eagle.vocabulary),
+            hidden_size=whole(data, "hidden_size"),
+            layers=(read_layer(data, Path(folder), eagle),),
+            rms_norm_eps=number(data, "rms_norm_eps", 1e-6),
+            max_position_embeddings=context,
+            tie_word_embeddings=False,
+            rope=parse_rope(data, context),
+            dtype=_dtype(data),
+            prefix="",
+            eagle=eagle,
+        )
 
     def _with_mtp(self, folder: Path, setting: MtpSetting) -> ModelConfig:
         """Return the configuration with its MTP head, or without. Raises ModelError if it must have one."""
@@ -379,6 +405,24 @@ class ModelConfig:
         )
         _check_tied(config)
         return config
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Return the contents of a folder's config.json. Raises ModelError."""
+    path = folder / "config.json"
+    check_links(folder)
+    check_downloaded([path])
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if other := content_of(folder):
+            raise ModelError(f"{folder}: {other}") from None
+        raise ModelError(f"{path}: no such file; a model folder holds config.json and *.safetensors") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(data, dict):
+        raise ModelError(f"{path}: must hold a JSON object")
+    return data
 
 
 def _has_stacked_experts(folder: Path, prefix: str, layers: tuple[DecoderLayer, ...]) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from npuserve.kernels.native import LANES
 from npuserve.kernels.native.packed import packs_compact
+from npuserve.kernels.weight import WeightForm
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.allocation import allocate, allocate_meta
 from npuserve.npu.model.config import ModelConfig, ModelError
@@ -30,7 +31,7 @@ from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.forms.floats import converted
 from npuserve.npu.model.forms.matrix import StoredMatrix
 from npuserve.npu.model.forms.modelslim import ModelSlimInt4
-from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, INT32, Targets
+from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, INT32, INT64, Targets
 from npuserve.npu.model.forms.w4a16 import ConvertedInt4, StoredInt4
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
@@ -51,17 +52,18 @@ SAMPLES = 3
 
 def load_weights(
     folder: Path | str, config: ModelConfig, dtype: torch.dtype, backend: Backend, progress: Progress | None = None,
-    *, loaded: bool = False,
+    *, loaded: bool = False, embedding: WeightForm | None = None,
 ) -> ModelWeights:
     """Load the weights in `folder` as `dtype` to the backend's device.
 
     loaded: the backend's storage contains the weights already (`DeviceMemory.sharing`).
+    embedding: of the served model, for an EAGLE-3 head, which may have none.
 
     Raises ModelError for tensors that are missing, unknown, or of the wrong shape or type, and for invalid numbers.
     Raises BackendError for a quantization that the kernels do not support.
     """
     check_schemes(config, backend)
-    allocation = allocate(config, dtype, backend)
+    allocation = allocate(config, dtype, backend, embedding)
     if loaded:
         return allocation.weights
     with ExitStack() as stack:
@@ -300,10 +302,11 @@ def _remove_ignored(files: dict[str, Any], config: ModelConfig) -> None:
                 del files[name]
     for name in list(files):
         # Old checkpoints contain frequencies, which the configuration determines; ModelSlim's have sums of weights of 4
-        # bits (forms/modelslim.py).
+        # bits (forms/modelslim.py). An EAGLE-3 head's t2d follows from its d2t.
         if (name.endswith("rotary_emb.inv_freq") or name in scales
                 or (config.quantization and name.endswith(".scale_bias"))
                 or (config.tie_word_embeddings and name.startswith("lm_head."))
+                or (config.eagle is not None and name == "t2d")
                 or (config.pooling is not None and config.pooling.is_classifier and name == f"{config.head}.weight")):
             del files[name]
 
@@ -316,6 +319,7 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
         "not of a float type": [],
         "not int8": [],
         "not int32": [],
+        "not int64": [],
         "not float8 (e4m3)": [],
     }
     for name, file in files.items():
@@ -328,7 +332,8 @@ def _check(files: dict[str, Any], targets: Targets, folder: Path, prefix: str) -
             if header.get_dtype() not in target.dtypes:
                 kind = ("not of a float type" if target.dtypes is FLOATS else
                         "not float8 (e4m3)" if target.dtypes is FLOAT8S else
-                        "not int32" if target.dtypes is INT32 else "not int8")
+                        "not int32" if target.dtypes is INT32 else
+                        "not int64" if target.dtypes is INT64 else "not int8")
                 problems[kind].append(f"{name} {header.get_dtype()}")
     differences = [f"{len(names)} {kind}: {listed(names)}" for kind, names in problems.items() if names]
     if (configured := _layers(targets, prefix)) != (found_layers := _layers(files, prefix)):

@@ -12,6 +12,7 @@ from npuserve.kernels.native.choice import SMALL_BYTES, CpuKernels, CpuKernelSet
 from npuserve.kernels.routing import distinct_experts
 from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.model.config import ModelConfig, ModelError
+from npuserve.npu.model.eagle import EagleHead
 from npuserve.npu.model.forms import form_of_scheme
 from npuserve.npu.model.forms.floats import Floats
 from npuserve.npu.model.forms.matrix import StoredForm, StoredMatrix
@@ -74,7 +75,7 @@ def stored_blocks(config: ModelConfig, index: int) -> list[StoredBlock]:
     """Return the blocks of a decoder layer. Raises ModelError if parts of a matrix have different schemes."""
     blocks = []
     for block in config.layers[index]:
-        prefix = f"{config.prefix}layers.{index}."
+        prefix = config.layer_name(index)
         layer = block.layer.local(config.shard)
         blocks.append(StoredBlock(
             _norm(config, prefix + block.norm), layer,
@@ -128,6 +129,26 @@ def stored_input(predictor: ModelConfig) -> StoredInput:
         *(_norm(predictor, f"{predictor.prefix}pre_fc_norm_{part}") for part in ("embedding", "hidden")))
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFeatures:
+    """Input of an EAGLE-3 head: the parts of fc [H, S] for each hidden state of the served model.
+
+    embedding_norm: norm of the embedding.
+    """
+
+    fc: list[StoredMatrix]
+    embedding_norm: StoredArray
+
+
+def stored_features(config: ModelConfig, eagle: EagleHead) -> StoredFeatures:
+    """Return the input of an EAGLE-3 head with this configuration."""
+    size = eagle.served_size
+    columns = [Span(number * size, size, len(eagle.inputs) * size) for number in range(len(eagle.inputs))]
+    rows = {"fc": Span.all(config.hidden_size)}
+    return StoredFeatures([StoredMatrix(rows, part, Floats()) for part in columns],
+                          _norm(config, f"{eagle.layer}input_layernorm"))
+
+
 def final_norm(config: ModelConfig) -> StoredArray:
     """Return the norm after the last layer."""
     return _norm(config, f"{config.prefix}norm")
@@ -143,12 +164,15 @@ def linears(config: ModelConfig, index: int) -> list[StoredMatrix]:
 
 
 def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
-    """Return the embedding and, unless it is tied, the LM head."""
+    """Return the embedding and, unless it is tied, the LM head. An EAGLE-3 head may have no embedding."""
     c = config
     ids = config.vocabulary(vocabulary_tile)
     hidden = Span.all(config.hidden_size)
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     embedding, head = ({name: ids} for name in (f"{c.prefix}embed_tokens", "lm_head"))
+    if c.eagle:
+        own = StoredMatrix({"embed_tokens": Span.all(c.eagle.vocabulary)}, hidden, Floats())
+        return [*([own] if c.eagle.has_embedding else []), StoredMatrix(head, hidden, Floats(), padding)]
     form = Floats() if c.tie_word_embeddings else _form(c, list(head), hidden)
     if c.lm_head_dtype == "int8" and isinstance(form, Floats):
         form = RoundedInt8(W8A8(), form.converted)
@@ -199,7 +223,7 @@ def layer_matrices(config: ModelConfig) -> list[StoredMatrix]:
     of_decoder = [matrix for index in range(config.num_layers) for matrix in linears(config, index)]
     if predictor := config.predictor:
         return [*of_decoder, stored_input(predictor).fc, *layer_matrices(predictor)]
-    return of_decoder
+    return [*of_decoder, *(stored_features(config, config.eagle).fc if config.eagle else [])]
 
 
 def stored_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
@@ -216,6 +240,9 @@ def array_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     if predictor := config.predictor:
         head = stored_input(predictor)
         nbytes += array_bytes(predictor, dtype) + head.embedding_norm.nbytes(dtype) + head.hidden_norm.nbytes(dtype)
+    if config.eagle:
+        ids = config.vocab_size * torch.int64.itemsize if config.eagle.has_ids else 0
+        nbytes += stored_features(config, config.eagle).embedding_norm.nbytes(dtype) + ids
     return nbytes
 
 

@@ -60,12 +60,28 @@ class MtpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class EagleWeights:
+    """Weights of an EAGLE-3 head beside those of a model, for hidden size H and served hidden size S.
+
+    fc: [H, S] for each hidden state of the served model. Their sum is the head's feature of a token.
+    embedding_norm: [H].
+    served_ids: [D] int64, id of the served model for each of the head's; None if they are the same.
+    """
+
+    fc: tuple[Linear, ...]
+    embedding_norm: Tensor
+    served_ids: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Weights of a model: embedding [Vp, H], norm [H], lm_head [Vp, H] for the padded vocabulary Vp.
 
     layers: blocks of each decoder layer.
     dtype: dtype of the activations. Some norms are float32 beside it.
     mtp: head for multi-token prediction; None if it is not loaded.
+    eagle: of an EAGLE-3 head; None for a model.
+    owns_embedding: False for an EAGLE-3 head with the served model's embedding.
 
     Tied embedding and lm_head are the same table. The padding rows of lm_head repeat row 0, so that a padding id is
     never more likely than id 0. The padding rows of an untied embedding are zero.
@@ -77,6 +93,8 @@ class ModelWeights:
     lm_head: Linear
     dtype: torch.dtype
     mtp: MtpWeights | None = None
+    eagle: EagleWeights | None = None
+    owns_embedding: bool = True
 
     @property
     def predictor(self) -> ModelWeights | None:
@@ -111,7 +129,8 @@ class ModelWeights:
 
     @property
     def _forms(self) -> list[WeightForm]:
-        weights = {id(weight): weight for weight in (self.embedding, *self._linear_weights())}
+        own = [self.embedding] if self.owns_embedding else []
+        weights = {id(weight): weight for weight in (*own, *self._linear_weights())}
         return list(weights.values())
 
     def attention_layers(self) -> tuple[LayerWeights, ...] | None:
@@ -145,18 +164,19 @@ class ModelWeights:
         return [*(form for form, _ in self._layer_weights()), form_of(self.lm_head.weight)]
 
     def _layer_weights(self) -> Iterator[tuple[WeightForm, int]]:
-        """Yield the weights of the linear layers, also of the MTP head, and their experts; 0 for one matrix."""
+        """Yield the weights of the linear layers, also of heads for drafts, and their experts; 0 for one matrix."""
         mtp_blocks = chain.from_iterable(self.mtp.layers) if self.mtp else ()
         for block in chain(self.blocks, mtp_blocks):
             for name, linear in block.weights._asdict().items():
                 if isinstance(linear, Linear):
                     yield form_of(linear.weight), block.layer.experts_of(name)
-        if self.mtp:
-            yield form_of(self.mtp.fc.weight), 0
+        of_heads = (*([self.mtp.fc] if self.mtp else []), *(self.eagle.fc if self.eagle else ()))
+        for linear in of_heads:
+            yield form_of(linear.weight), 0
 
     def _fill_padding(self, vocabulary: int) -> None:
         head = form_of(self.lm_head.weight)
-        if self.embedding is not head:
+        if self.embedding is not head and self.eagle is None:
             shape = self.padded_vocabulary - vocabulary, self.embedding.shape[1]
             self.embedding.write(vocabulary, torch.zeros(shape, device=self.norm.device))
         head.repeat_first(vocabulary)

@@ -10,6 +10,7 @@
 //   swiglu              p: gate and up [T, 2 I], out [T, I]                            n: T, I
 //   take_ids            p: ids [T] int64, last int64, out [T] int64                    n: T
 //   keep_ids            p: ids [T, W] int64, last [T] int64                            n: T, W
+//   keep_rows           p: x [T, H], memory [N, H]                                     n: T, H
 //   embedding           p: ids [T] int64, table [V, H], out [T, H]                     n: T, H
 //   greedy              p: logits [T, Vp], best [parts, T] float32, ids [parts, T] int32: for each part of the columns
 //                          the largest logit and its first column                      n: T, Vp, vocabulary
@@ -285,9 +286,22 @@ struct KeepId {
     static INLINE void row(const Op &op, int64_t row) { op.at<int64_t>(1)[row] = op.at<int64_t>(0)[row * op.n[1]]; }
 };
 
+template <class D>
+struct KeepRow {
+    typedef typename D::type T;
+    static int64_t row_bytes(const Op &op) { return op.n[1] * int64_t(sizeof(T)); }
+    static INLINE void row(const Op &op, int64_t row) {
+        int64_t first = row * op.n[1];
+        std::memcpy(op.at<T>(1) + first, op.at<T>(0) + first, size_t(row_bytes(op)));
+    }
+};
+template <class D>
+struct KeepRows : ByRows<KeepRow<D>> {};
+
 extern const Kernel ROWWISE[] = {
     KERNEL("take_ids/int64", ByRows<TakeId>),
     KERNEL("keep_ids/int64", ByRows<KeepId>),
+    BY_DTYPE("keep_rows", KeepRows),
     BY_DTYPE("rms_norm", RmsNorm),
     BY_DTYPE("add_rms_norm", AddRmsNorm),
     BY_DTYPE("gated_rms_norm", GatedRmsNorm),

@@ -15,6 +15,7 @@ INT8 = ("I8",)
 INTEGERS = ("I8", "I16", "I32", "I64")
 FLOAT8S = ("F8_E4M3",)
 INT32 = ("I32",)
+INT64 = ("I64",)
 """Names of dtypes in safetensors."""
 
 Put = Callable[[int, Tensor], None]
@@ -83,6 +84,11 @@ def put_both(first: Put, second: Put, row: int, piece: Tensor) -> None:
 def put_after(put: Put, first: int, row: int, piece: Tensor) -> None:
     """Put rows behind `first` others."""
     put(first + row, piece)
+
+
+def put_columns(put: Put, columns: Span, row: int, piece: Tensor) -> None:
+    """Put some columns of rows."""
+    put(row, piece[:, columns.first : columns.first + columns.size])
 
 
 def put_copy(into: Tensor, first: int, row: int, piece: Tensor) -> None:

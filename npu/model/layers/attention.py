@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class AttentionWeights(NamedTuple):
     """Weights for hidden size H, heads of size D, Hq query heads and Hkv key and value heads.
 
-    qkv [(Hq + 2 Hkv) D, H]: queries, keys, values.
+    qkv [(Hq + 2 Hkv) D, H]: queries, keys, values. Of several inputs (`Attention.num_inputs`), [..., number of H].
     o [H, Hq D].
     q_norm, k_norm [D], gate [Hq D, H]: None for a layer without.
     """
@@ -40,6 +40,7 @@ class Attention(Layer):
     zero_centred: the checkpoint has the weights of these norms less 1.
     output_gate: the output is multiplied by the sigmoid of a gate. q_proj holds the query and the gate of each head,
         one after the other.
+    num_inputs: number of tensors of the hidden size that the layer takes, one after the other.
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class Attention(Layer):
     o_bias: bool = False
     zero_centred: bool = False
     output_gate: bool = False
+    num_inputs: int = 1
 
     weights: ClassVar[type] = AttentionWeights
 
@@ -62,7 +64,7 @@ class Attention(Layer):
         return self.num_kv_heads * self.head_dim
 
     def parameters(self, hidden: int, shard: Shard) -> Parameters:
-        everything = Span.all(hidden)
+        inputs = Span.all(self.num_inputs * hidden)
         heads = shard.part(self.num_heads)
         columns = heads.times(self.head_dim)
         queries, gates = (
@@ -70,11 +72,11 @@ class Attention(Layer):
         keys = shard.kv_heads(self.num_kv_heads).times(self.head_dim)
         parameters: Parameters = {
             "qkv": Matrix({"q_proj": queries if self.output_gate else columns, "k_proj": keys, "v_proj": keys},
-                          everything, self.qkv_bias),
-            "o": Matrix({"o_proj": everything}, columns, self.o_bias),
+                          inputs, self.qkv_bias),
+            "o": Matrix({"o_proj": Span.all(hidden)}, columns, self.o_bias),
         }
         if self.output_gate:
-            parameters["gate"] = Matrix({"q_proj": gates}, everything, self.qkv_bias)
+            parameters["gate"] = Matrix({"q_proj": gates}, inputs, self.qkv_bias)
         if self.qk_norm:
             for name in ("q_norm", "k_norm"):
                 parameters[name] = norm(name, self.head_dim, zero_centred=self.zero_centred)

@@ -25,8 +25,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 # Positions of the arguments with a row for each token, and benchmark cases that are large enough for several units and
 # small enough for a test. Rows of attention differ in form: test_attention.py, and so do
-# rows with states: test_gated_delta.py. `keep_ids` only copies integers, and
-# `mask_logits` bits.
+# rows with states: test_gated_delta.py. `keep_ids` and `keep_rows` only copy, and
+# `mask_logits` writes bits.
 ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "take_ids": ((0,), ("512 of 256",)),
     "embedding": ((0,), ()),
@@ -47,7 +47,8 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "greedy": ((0,), ("8x151936+0",)),
     "sample": ((0, 2, 3, 4, 5, 6), ("8x151936+0 top_k 20 top_p 0.95 min_p 0",)),
 }
-OTHERS = {"paged_attention", "causal_conv_silu", "gated_delta_rule", "keep_ids", "mask_logits", "penalize", "logprobs",
+OTHERS = {"paged_attention", "causal_conv_silu", "gated_delta_rule", "keep_ids", "keep_rows", "mask_logits", "penalize",
+          "logprobs",
           "route_experts", "experts_swiglu", "experts_sum"}
 
 
