@@ -451,8 +451,8 @@ GOLDEN_HIDDEN_COPIES = 2
 """Tensors [T, H] that are held at the same time: the residual stream, its norm, and outputs of the layers."""
 
 MTP_COPIES = 7
-"""Tensors [T, H] that an MTP or EAGLE-3 head holds beside the model's: its two inputs, their norms, these two in one tensor, and
-their product. Where it is captured, the model's hidden states are copied for it."""
+"""Tensors [T, H] that a head for drafts holds beside the model's: its two inputs, their norms, these two in one tensor,
+and their product, or the features of a step. Where it is captured, the model's hidden states are copied for it."""
 
 
 def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:

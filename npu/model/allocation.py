@@ -17,8 +17,8 @@ from npuserve.npu.backends.base import Backend
 from npuserve.npu.backends.capabilities import Capabilities
 from npuserve.npu.backends.weight_layout import WeightLayout
 from npuserve.npu.model.config import ModelConfig
-from npuserve.npu.model.forms.matrix import StoredMatrix
 from npuserve.npu.model.eagle import EagleHead
+from npuserve.npu.model.forms.matrix import StoredMatrix
 from npuserve.npu.model.forms.targets import (
     INT64,
     Target,

@@ -48,8 +48,7 @@ ROWS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "sample": ((0, 2, 3, 4, 5, 6), ("8x151936+0 top_k 20 top_p 0.95 min_p 0",)),
 }
 OTHERS = {"paged_attention", "causal_conv_silu", "gated_delta_rule", "keep_ids", "keep_rows", "mask_logits", "penalize",
-          "logprobs",
-          "route_experts", "experts_swiglu", "experts_sum"}
+          "logprobs", "route_experts", "experts_swiglu", "experts_sum"}
 
 
 def row_of(x: Tensor | Quantized, row: int) -> Tensor | Quantized:

@@ -19,6 +19,7 @@ from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.backends.ascend.test_backend import RELAX, load
 from tests.npu.backends.ascend.test_ranks import EXEC_SECONDS, SMALL_BUFFER, from_first, loaded, share
 from tests.npu.backends.ascend.test_sampled_steps import refuse_in_captures
+from tests.npu.backends.eagle import saved_eagle
 from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.mixture import Family, saved_mixture
 from tests.npu.backends.mtp import add_head
@@ -147,15 +148,20 @@ def test_mtp_answers_equal_those_without_after_prefix_hits_and_in_few_blocks(tmp
         assert drafting.drafts
 
 
+@pytest.mark.parametrize("capture", ["auto", "off"])
+@pytest.mark.parametrize("drafter", ["model", "eagle"])
 @emulated(relax=RELAX, poison=True)
-def test_draft_model_answers_equal_those_without(tmp_path: Path) -> None:
-    """A smaller model with the same vocabulary drafts in one dispatch, too."""
+def test_draft_model_answers_equal_those_without(tmp_path: Path, drafter: str, capture: str) -> None:
+    """A smaller model with the same vocabulary, or an EAGLE-3 head, drafts in one dispatch, too."""
     saved(tmp_path / "model")
-    saved(tmp_path / "draft", layers=1, seed=0)
+    if drafter == "model":
+        saved(tmp_path / "draft", layers=1, seed=0)
+    else:
+        saved_eagle(tmp_path / "draft")
     requests = asks(3, 14)
     plain, _ = loop.serve(on_npu(tmp_path / "model"), requests, 2, 40, 4, 48)
     drafts = []
-    for runner in (on_npu(tmp_path / "model", draft=tmp_path / "draft"),
+    for runner in (on_npu(tmp_path / "model", draft=tmp_path / "draft", capture=capture),
                    on_cpu(tmp_path / "model", draft=tmp_path / "draft")):
         drafting = RecordedDrafting(DEPTH, runner.max_drafts, mode="model")
         answers, _ = loop.serve(runner, requests, 2, 40, 4, 48, drafting=drafting)

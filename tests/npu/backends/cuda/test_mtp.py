@@ -21,8 +21,10 @@ from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.kernels.triton import needs_triton
 from tests.npu.backends.cuda.test_backend import emulated, load  # noqa: F401
 from tests.npu.backends.cuda.test_hybrid import few_graphs, hybrid  # noqa: F401
+from tests.npu.backends.eagle import saved_eagle
 from tests.npu.backends.mtp import add_head
 from tests.npu.backends.small import GREEDY, ids_of
+from tests.npu.backends.small import saved as saved_small
 from tests.support.loop import Answer, Ask, serve
 from tests.support.models import random_model, saved
 from tests.support.mtp import damped
@@ -80,6 +82,15 @@ def test_cuda_answers_and_drafts_of_a_smaller_model_equal_the_cpus(tmp_path: Pat
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "max_position_embeddings": 256}
     folder = saved(damped(random_model("qwen3", **sizes)), tmp_path / "model")
     draft = saved(damped(random_model("llama", **sizes)), tmp_path / "draft")
+    found = [answered(loaded(folder, name, draft=draft), asks(2), "model") for name in ("cuda", "cpu")]
+    assert [answer.tokens for answer in found[0][0]] == [answer.tokens for answer in found[1][0]]
+    assert len(found[0][1].drafts) > 3
+    assert found[0][1].drafts == found[1][1].drafts
+
+
+def test_cuda_answers_and_drafts_of_an_eagle_head_equal_the_cpus(tmp_path: Path) -> None:
+    folder = saved_small(tmp_path / "model")
+    draft = saved_eagle(tmp_path / "draft")
     found = [answered(loaded(folder, name, draft=draft), asks(2), "model") for name in ("cuda", "cpu")]
     assert [answer.tokens for answer in found[0][0]] == [answer.tokens for answer in found[1][0]]
     assert len(found[0][1].drafts) > 3
