@@ -57,7 +57,7 @@ VLLM: dict[tuple[str, ...], str] = {
         "none: merge the adapter into its model (merge_and_unload and save_pretrained of peft) and serve that folder"),
     ("--limit-mm-per-prompt",): "none: models of text alone are served",
     ("--speculative-config",): (
-        "{speculate}: suffix for ngram and suffix, mtp for mtp, a folder for a draft model, or auto. "
+        "{speculate}: suffix for ngram and suffix, mtp for mtp, a folder for a draft model or an eagle3 head, or auto. "
         "{draft_depth} is num_speculative_tokens"),
     ("--pipeline-parallel-size", "--enable-sleep-mode", "--cpu-offload-gb", "--swap-space",
      "--kv-transfer-config"): "none: not supported",

@@ -30,7 +30,7 @@ def draft_folder(config: ServerConfig) -> str:
     folder = Path(config.speculate).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"speculate: {config.speculate!r} is neither one of {', '.join(SPECULATE)} nor the folder of "
-                          "a smaller model")
+                          "a smaller model or an EAGLE-3 head")
     return str(folder)
 
 

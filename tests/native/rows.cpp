@@ -166,6 +166,19 @@ void embedding() {
     }
 }
 
+template <class T>
+void keep_rows() {
+    for (Size size : SIZES) {
+        const int64_t n = size.columns;
+        Program call(size.rows);
+        Array<T> x = call.normal<T>(size.rows * n, n), memory = call.written<T>(size.rows * n, n);
+        call.add(typed<T>("keep_rows"), {x, memory}, {size.rows, n});
+        call.run();
+        equal("memory", memory.data, std::vector<T>(x.data, x.data + x.size));
+        call.repeat();
+    }
+}
+
 static void ids() {
     const int64_t ROWS = 33, WIDTH = 3;
     Program call(ROWS);
@@ -193,6 +206,8 @@ std::vector<Test> row_tests() {
             {{"quantize/bfloat16"}, quantize<bf16>},
             {{"embedding/float32"}, embedding<float>},
             {{"embedding/bfloat16"}, embedding<bf16>},
+            {{"keep_rows/float32"}, keep_rows<float>},
+            {{"keep_rows/bfloat16"}, keep_rows<bf16>},
             {{"take_ids/int64", "keep_ids/int64"}, ids}};
 }
 

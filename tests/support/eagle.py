@@ -86,6 +86,23 @@ class EagleHead(nn.Module):
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return folder
 
+    def trained(self, model: PreTrainedModel, steps: int = 125) -> EagleHead:
+        """Train the head to predict what the model says after random tokens. Needs all ids of the model."""
+        optimizer = torch.optim.Adam(self.parameters(), 4e-3)
+        for step in range(steps):
+            torch.manual_seed(step)
+            tokens = torch.randint(3, self.config.vocab_size, (8, 24))
+            with torch.no_grad():
+                found = model(tokens, output_hidden_states=True)
+            features = self.fc(torch.cat([found.hidden_states[layer][:, :-1] for layer in self._inputs], -1))
+            output = self.midlayer(self._embedding[0](tokens[:, 1:]), features, self._norms_residual)
+            logits = self.lm_head(self.norm(output))
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), found.logits[:, 1:].argmax(-1).flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return self
+
     @torch.no_grad()
     def drafts_of(self, inputs: list[Tensor], tokens: list[int], count: int) -> list[int]:
         """Return what the head drafts after tokens.

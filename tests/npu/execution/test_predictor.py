@@ -35,6 +35,7 @@ from tests.npu.execution.test_runner import load
 from tests.npu.execution.test_speculation_loop import asks as random_asks
 from tests.npu.execution.test_speculation_loop import equal
 from tests.support import constrained, mixtures
+from tests.support.eagle import EagleHead
 from tests.support.hybrids import ask, prompts, random_hybrid, settings_of, use_recurrent_rule
 from tests.support.loop import Ask, serve
 from tests.support.models import assert_greedy, random_model, saved, saved_w8a8
@@ -186,6 +187,7 @@ MODELS = {
     "hybrid with experts": lambda: mixtures.random_mixture(
         5, layer_types=["linear_attention", "full_attention"], num_hidden_layers=2, vocab_size=100),
     "draft model": lambda: random_model("qwen3", max_position_embeddings=128),
+    "eagle head": lambda: random_model("qwen3", max_position_embeddings=128),
 }
 
 
@@ -210,6 +212,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = saved(model, Path(tmp_path_factory.mktemp("model")))
     if request.param == "draft model":
         drafts: dict[str, Any] = {"draft": saved(disturbed(model), Path(tmp_path_factory.mktemp("draft")))}
+    elif request.param == "eagle head":
+        torch.manual_seed(0)
+        drafts = {"draft": EagleHead(model, [0, 1, 2], None).trained(model).saved(tmp_path_factory.mktemp("head"))}
     else:
         add_likely_mtp(model, folder)
         drafts = {"mtp": "on"}
