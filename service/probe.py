@@ -5,6 +5,7 @@ gRPC.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -54,6 +55,19 @@ def cannot_listen(host: str, port: int) -> OSError | None:
         except OSError as error:
             last_error = error
     return last_error
+
+
+def listening_failure(name: str, error: OSError) -> str:
+    """Return a sentence that explains why listening on `name`, a host or an address with its port, failed."""
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        next_step = "; it must be an address of this machine, or 0.0.0.0 for all"
+    elif error.errno == errno.EADDRINUSE:
+        next_step = "; end the program that has the port, or set another port"
+    elif error.errno == errno.EACCES:
+        next_step = "; a port below 1024 needs a right (CAP_NET_BIND_SERVICE); set a higher one"
+    else:
+        next_step = ""
+    return f"cannot listen on {name}: {error.strerror}{next_step}"
 
 
 @contextlib.contextmanager

@@ -285,7 +285,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table to FILE")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the first row of each situation to FILE")
     args = parser.parse_args()
-    chosen = {name: SITUATIONS[name] for name in args.only.split(",") if name} or SITUATIONS
+    names = [name for name in args.only.split(",") if name] or list(SITUATIONS)
+    if unknown := [name for name in names if name not in SITUATIONS]:
+        parser.error(f"--only: {', '.join(unknown)}: no such situation; there are {', '.join(SITUATIONS)}")
+    chosen = {name: SITUATIONS[name] for name in names}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers, cluster_base = (stack.enter_context(prometheus(folder / name)) for name in ("servers", "cluster"))

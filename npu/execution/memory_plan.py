@@ -389,7 +389,8 @@ def _checked_length(config: ModelConfig, max_model_len: int) -> int:
     """Return the positions of a request, by default the model's context. Raises ModelError beyond it."""
     length = max_model_len or config.context_length
     if length > config.context_length:
-        raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens")
+        raise ModelError(f"max_model_len: {length} is beyond the model's context of {config.context_length} tokens; "
+                         "0 takes all of them")
     return length
 
 

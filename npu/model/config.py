@@ -111,12 +111,21 @@ class ModelConfig:
         if shard.whole_experts and (shard.size == 1 or not self.has_experts):
             what = "the model has no experts" if shard.size > 1 else "needs a tensor_parallel_size of at least 2"
             raise ModelError(f"expert_parallel: {what}")
+        if error := self._division_error(shard):
+            first = 2 if shard.whole_experts else 1
+            sizes = [str(size) for size in range(first, shard.size)
+                     if not self._division_error(replace(shard, rank=0, size=size))]
+            raise ModelError(f"{error}; possible below are {', '.join(sizes) or 'none'}")
+        return replace(self, shard=shard)
+
+    def _division_error(self, shard: Shard) -> DivisionError | None:
+        """Return why the ranks of a shard cannot divide the layers; None if they can."""
         try:
             for layer in self.kinds:
                 layer.local(shard)
         except DivisionError as error:
-            raise ModelError(str(error)) from None
-        return replace(self, shard=shard)
+            return error
+        return None
 
     @property
     def num_layers(self) -> int:

@@ -103,7 +103,7 @@ class MetricsPage:
             if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
                 setting = "metrics_host" if config.metrics_host else "host"
                 name = host
-            raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}") from None
+            raise ConfigError(f"{setting}: {probe.listening_failure(name, error)}") from None
         self.url = f"http://{endpoint(host, self._server.port)}/metrics"
 
     def page(self) -> str:

@@ -437,7 +437,8 @@ def _check_addresses(config: ServerConfig) -> None:
     """
     for setting, port, name in (
         ("host", 0, config.host), ("port", config.port, endpoint(config.host, config.port)),
+        ("health_port", config.health_port, endpoint(config.host, config.health_port)),
         ("openai_port", config.openai_port, endpoint(config.host, config.openai_port)),
     ):
         if error := probe.cannot_listen(config.host, port):
-            raise ConfigError(f"{setting}: cannot listen on {name}: {error.strerror}")
+            raise ConfigError(f"{setting}: {probe.listening_failure(name, error)}")

@@ -77,7 +77,8 @@ def test_serve_with_too_few_layers_ends_with_a_short_error(folder: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), [
-    (("--tensor-parallel-size", "64"), "tensor_parallel_size: 64 does not divide the model's 4 attention heads"),
+    (("--tensor-parallel-size", "64"),
+     "tensor_parallel_size: 64 does not divide the model's 4 attention heads; possible below are 1, 2, 4"),
 ])
 def test_serve_with_an_impossible_setting_ends_before_the_model_is_loaded(
     arguments: tuple[str, str], message: str
@@ -119,7 +120,9 @@ def test_serve_with_a_mistyped_folder_suggests_the_right_one(folder: Path) -> No
 ])
 @pytest.mark.parametrize("setting", ["host", "metrics_host"])
 def test_serve_on_an_address_of_another_machine_names_the_host(setting: str, host: str, error: str) -> None:
-    assert refused(f"--{setting.replace('_', '-')}", host).startswith(f"{setting}: cannot listen on {host}: {error}")
+    message = refused(f"--{setting.replace('_', '-')}", host)
+    assert message.startswith(f"{setting}: cannot listen on {host}: {error}")
+    assert message.endswith("; it must be an address of this machine, or 0.0.0.0 for all")
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -130,7 +133,17 @@ def test_serve_on_a_taken_port_prints_one_line(frontends: str, is_shared: bool) 
         port = taken.getsockname()[1]
         done = npuserve("serve", "--port", str(port), "--metrics-port", "0", "--frontends", frontends)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"npuserve: port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert done.stderr == (f"npuserve: port: cannot listen on 127.0.0.1:{port}: Address already in use; end the "
+                           "program that has the port, or set another port\n")
+
+
+@pytest.mark.parametrize("setting", ["health-port", "openai-port"])
+def test_serve_on_a_taken_further_port_names_it_before_the_model_is_loaded(setting: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = refused(f"--{setting}", str(port))
+    name = setting.replace("-", "_")
+    assert message.startswith(f"{name}: cannot listen on 127.0.0.1:{port}: Address already in use;")
 
 
 @pytest.mark.parametrize("limit", [20, 48, 103])

@@ -33,13 +33,18 @@ COMBINATIONS: dict[str, tuple[tuple[str, ...], Object]] = {
         "kv_events_endpoint": "tcp://*:5557", "kv_events_replay_endpoint": "", "kv_events_buffer": 500,
         "hang_seconds": 90, "load_seconds": 900,
         "double_buffering": False, "prefill_device": "cpu", "block_size": 16,
-        "kv_cache_dtype": "int8", "state_dtype": "float32", "kv_cache_memory": 17179869184, "prefix_cache": False,
+        "kv_cache_dtype": "int8", "state_dtype": "float32", "kv_cache_memory": 2147483648, "prefix_cache": False,
         "kv_offload_memory": 0,
         "threads": 3, "cpu_gemm": "fma", "cpu_weights": "plain",
         "tensor_parallel_size": 1, "kernel_sampling": 64, "profile_dir": "/var/traces",
         "log_format": "json", "log_level": "debug", "log_prompts": True, "debuggable": True,
         "metrics_vllm_aliases": True, "target_ttft_seconds": 1, "target_itl_seconds": 0.05,
         "otlp_endpoint": "http://collector.tracing:4317"}}),
+    "ascend, drafts of the model's head": (("ascend",), {
+        "config": {"speculate": "mtp", "kv_cache_memory": "20GiB"}}),
+    "cuda, drafts of a smaller model": (("cuda",), {
+        "config": {"speculate": "/models/small", "capture": "off", "capture_chunks": False,
+                   "kv_offload_memory": "8G"}}),
     "a size in words, an own name": ((), {
         "config": {"kv_cache_memory": "4GiB"}, "model": {"servedName": "stories \"β\" <1>"}, "fullnameOverride": "st"}),
     "hub with token and mirror": ((), {"model": {"source": "init", "hub": {

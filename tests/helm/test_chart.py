@@ -113,7 +113,7 @@ def test_combination_is_valid_for_kubernetes_and_the_server(
     file.write_text(config_file(objects))
     loaded = settings.load(argparse.Namespace(config=str(file)), {})
     for name, value in toml(objects).items():
-        is_size = name == "kv_cache_memory" and isinstance(value, str)
+        is_size = name in ("kv_cache_memory", "kv_offload_memory") and isinstance(value, str)
         assert getattr(loaded, name) == (settings.parse_size(value) if is_size else value)
     for name, value in values.get("config", {}).items():
         assert toml(objects)[name] == value

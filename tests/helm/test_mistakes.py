@@ -85,8 +85,8 @@ MISTAKES: list[tuple[tuple[str, ...], str | tuple[str, str]]] = [
         " tag and without a scheme, such as registry.example.com/npuserve")),
     (("--set", "image.repository=npuserve:0.1.0"), 'image.repository: "npuserve:0.1.0" is not an image\'s name'),
     (("--set", "global.imageRegistry=https://registry.example.com"), (
-        'global.imageRegistry: "https://registry.example.com" is not a registry without a scheme, such as '
-        "registry.example.com:5000/mirror")),
+        'global.imageRegistry: "https://registry.example.com" is not a registry without a scheme or a slash at its '
+        "end, such as registry.example.com:5000/mirror")),
     (("--set", "model.hub.name=https://huggingface.co/Qwen/Qwen3-0.6B"), (
         'model.hub.name: "https://huggingface.co/Qwen/Qwen3-0.6B" is not a name on the hub, such as Qwen/Qwen3-0.6B; '
         "for a mirror's address set model.hub.endpoint")),
@@ -221,7 +221,7 @@ MISTAKES: list[tuple[tuple[str, ...], str | tuple[str, str]]] = [
         "model.image.reference: is empty; model.source image needs an image that holds the model, such as "
         "registry.example.com/qwen3-8b@sha256:…")),
     (("--set", "model.source=image,model.image.reference=https://registry/x"), (
-        "model.image.reference: \"https://registry/x\" is not an image without a scheme, such as "
+        "model.image.reference: \"https://registry/x\" is not an image in lower case and without a scheme, such as "
         "registry.example.com/qwen3-8b@sha256 with a colon and 64 hexadecimal digits")),
     (("--set", "model.hub.token=hf_abc"), misspelt("model.hub", "token")),
     (("--set", "model.init.command=fetch"), mistyped("model.init.command", "array", "string")),
@@ -252,11 +252,22 @@ MISTAKES: list[tuple[tuple[str, ...], str | tuple[str, str]]] = [
         "/models/qwen3-0.6b")),
     (("--set", "config.speculate="), 'config.speculate: "" is not off, auto, suffix, mtp or'),
     (("--set", "config.speculate=true"), mistyped("config.speculate", "string", "boolean")),
-    (("-f", "cuda", "--set", "config.speculate=mtp"), (
-        "config.speculate: mtp drafts with a model, which accelerator.kind cuda does not; set auto, suffix or off")),
-    (("-f", "ascend", "--set", "config.speculate=/models/small"), (
-        "config.speculate: /models/small drafts with a model, which accelerator.kind ascend does not; set auto, suffix "
-        "or off")),
+    (("-f", "cuda", "--set", "config.speculate=mtp,config.prefill_device=cpu"), (
+        "config.speculate: mtp drafts with a model, which a device cannot with config.prefill_device cpu; set auto or "
+        "off, or remove that")),
+    (("-f", "cuda", "--set", "config.speculate=mtp,config.capture_chunks=false"), (
+        "config.speculate: mtp drafts with a model, which a device cannot with config.capture_chunks false; set auto "
+        "or off, or remove that")),
+    (("-f", "ascend", "--set", "config.speculate=/models/small,config.kv_cache_dtype=int8"), (
+        "config.speculate: /models/small drafts with a model, which a device cannot with config.kv_cache_dtype int8; "
+        "set auto or off, or remove that")),
+    (("--set", "config.kv_cache_memory=16GiB"), (
+        "config.kv_cache_memory: 16GiB is above resources.limits.memory, 4Gi, which holds the rest of the server too; "
+        "raise that or lower this")),
+    (("--set", "config.kv_cache_memory=4295MB"), "config.kv_cache_memory: 4295MB is above resources.limits.memory"),
+    (("--set", "config.kv_cache_memory=4294967297"), "config.kv_cache_memory: 4294967297 is above resources.limits"),
+    (("-f", "cuda", "--set", "config.kv_offload_memory=64G"), (
+        "config.kv_offload_memory: 64G is above resources.limits.memory, 8Gi, which holds the rest of the server too")),
     (("--set", "config.prefix_cache=off"), mistyped("config.prefix_cache", "boolean", "string")),
     (("--set", "accelerator=cuda"), mistyped("accelerator", "object", "string")),
     (("--set", "accelerator.kind=cuda,accelerator.resourceName=gpu"), (
@@ -368,7 +379,7 @@ MISTAKES: list[tuple[tuple[str, ...], str | tuple[str, str]]] = [
         "namespace")),
     (("--set", "networkPolicy.enabled=no"), mistyped("networkPolicy.enabled", "boolean", "string")),
     (("--set", "global.imageRegistry=registry/"), (
-        "global.imageRegistry: \"registry/\" is not a registry without a scheme, such as "
+        "global.imageRegistry: \"registry/\" is not a registry without a scheme or a slash at its end, such as "
         "registry.example.com:5000/mirror")),
     (("--set", "nameOverride=My_LLM"), (
         "nameOverride: \"My_LLM\" is not a name of a service, a lower-case letter followed by lower-case "

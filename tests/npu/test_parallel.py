@@ -188,7 +188,8 @@ CONFIG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(("size", "wrong"), [
-    (5, "does not divide the model's 12 attention heads"), (4, "neither divides the model's 6 key and value heads")])
+    (5, "does not divide the model's 12 attention heads; possible below are 1, 2, 3$"),
+    (4, "neither divides the model's 6 key and value heads nor is a multiple; possible below are 1, 2, 3$")])
 def test_sharded_model_that_cannot_be_divided_is_refused(size: int, wrong: str) -> None:
     with pytest.raises(ModelError, match=rf"^tensor_parallel_size: {size} {wrong}"):
         ModelConfig.from_dict(CONFIG).sharded(Shard(0, size))

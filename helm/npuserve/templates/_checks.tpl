@@ -132,7 +132,18 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 {{- $speculate := default "off" $.Values.config.speculate }}
 {{- if and (ne .kind "cpu") (not (has $speculate (list "off" "auto" "suffix"))) }}
-{{- include "npuserve.refuse" (printf "config.speculate: %s drafts with a model, which accelerator.kind %s does not; set auto, suffix or off" $speculate .kind) }}
+{{- $obstacle := "" }}
+{{- if eq "cpu" (default "same" $.Values.config.prefill_device) }}
+{{- $obstacle = "config.prefill_device cpu" }}
+{{- else if eq "off" (default "auto" $.Values.config.capture) }}
+{{- else if eq "false" (toString $.Values.config.capture_chunks) }}
+{{- $obstacle = "config.capture_chunks false" }}
+{{- else if and (eq .kind "ascend") (eq "int8" (default "auto" $.Values.config.kv_cache_dtype)) }}
+{{- $obstacle = "config.kv_cache_dtype int8" }}
+{{- end }}
+{{- with $obstacle }}
+{{- include "npuserve.refuse" (printf "config.speculate: %s drafts with a model, which a device cannot with %s; set auto or off, or remove that" $speculate .) }}
+{{- end }}
 {{- end }}
 {{- if and (eq .kind "cpu") (ne 1 (int .count)) }}
 {{- include "npuserve.refuse" (printf "accelerator.count: %d devices, and accelerator.kind cpu computes on none; set accelerator.kind cuda or ascend, or remove it" (int64 .count)) }}
@@ -321,6 +332,12 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- mulf (trimSuffix $unit (toString .) | float64) (get $units $unit | float64) }}
 {{- end }}
 
+{{/* A size of the server's settings as a number: K and KiB are 1024 bytes, KB is 1000. */}}
+{{- define "npuserve.bytes" -}}
+{{- $size := kindIs "string" . | ternary (toString .) (printf "%.0f" (float64 .)) }}
+{{- include "npuserve.quantity" (regexMatch "[KMGT]$" $size | ternary (printf "%si" $size) (trimSuffix "B" $size | replace "K" "k" | replace "ki" "Ki")) }}
+{{- end }}
+
 {{/* Root as the user of containers that must not run as root: the kubelet would not start them. */}}
 {{- define "npuserve.userChecks" -}}
 {{- $contexts := dict "podSecurityContext" (include "npuserve.podSecurityContext" . | fromYaml) "securityContext" (default dict .Values.securityContext) }}
@@ -399,6 +416,13 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- end }}
 {{- if and $config.kv_events_replay_endpoint (ne $kvEvents "zmq") }}
 {{- include "npuserve.refuse" "config.kv_events_replay_endpoint: replays need config.kv_events zmq; set that, or remove this" }}
+{{- end }}
+{{- $limit := dig "limits" "memory" "" .Values.resources }}
+{{- range $name := eq .Values.accelerator.kind "cpu" | ternary (list "kv_cache_memory") (list "kv_offload_memory") }}
+{{- $size := default 0 (get $config $name) }}
+{{- if and $limit (gt (include "npuserve.bytes" $size | float64) (include "npuserve.quantity" $limit | float64)) }}
+{{- include "npuserve.refuse" (printf "config.%s: %v is above resources.limits.memory, %v, which holds the rest of the server too; raise that or lower this" $name $size $limit) }}
+{{- end }}
 {{- end }}
 {{- range $name := list "otlp_endpoint" "kv_events_endpoint" "kv_events_replay_endpoint" }}
 {{- if gt (default "" (get $config $name) | regexFind "^(tcp|https?)://.+" | regexFind ":[0-9]+/?$" | trimAll ":/" | int64) 65535 }}

@@ -206,7 +206,8 @@ def test_require_fit_lists_parts(cpu, available):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"max_model_len": 65}, ModelError, "max_model_len: 65 is beyond the model's context of 64 tokens"),
+        ({"max_model_len": 65}, ModelError,
+         "max_model_len: 65 is beyond the model's context of 64 tokens; 0 takes all of them"),
         ({"kv_cache_memory": BLOCK - 1}, ModelError, "kv_cache_memory: .* holds 0 tokens; one block needs"),
         (
             {"kv_cache_memory": 3 * BLOCK, "max_model_len": 64, "block_size": 16},

@@ -264,7 +264,8 @@ def test_load_runner_unsupported_settings_are_refused(tmp_path):
     for settings, error, message in (
         ({"backend": "abacus"}, BackendError, "no backend 'abacus'"),
         ({"dtype": "int4"}, BackendError, "dtype: 'int4'"),
-        ({"max_model_len": 65}, ModelError, "max_model_len: 65 is beyond the model's context of 64 tokens"),
+        ({"max_model_len": 65}, ModelError,
+         "max_model_len: 65 is beyond the model's context of 64 tokens; 0 takes all of them"),
         ({"kv_cache_memory": 100}, ModelError, "kv_cache_memory: .* holds 0 tokens"),
         ({"kv_cache_memory": 10000, "max_model_len": 64}, ModelError, "kv_cache_memory: .* max_model_len 64 needs"),
     ):

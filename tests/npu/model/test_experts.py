@@ -136,8 +136,9 @@ def test_configurations_that_are_not_supported(seed: int, changes: dict[str, Any
 
 
 @pytest.mark.parametrize(("ranks", "message"), [
-    (3, "3 does not divide the model's 64 columns of an expert$"),
-    (8, "8 leaves a rank 8 of the model's 64 columns of an expert; supported: a multiple of 16$"),
+    (3, "3 does not divide the model's 64 columns of an expert; possible below are 1, 2$"),
+    (8, "8 leaves a rank 8 of the model's 64 columns of an expert; supported: a multiple of 16; possible below are "
+        "1, 2, 4$"),
 ])
 def test_experts_that_ranks_cannot_divide(ranks: int, message: str) -> None:
     changes = {"moe_intermediate_size": 64, "num_attention_heads": 24, "num_key_value_heads": 24}
@@ -148,7 +149,7 @@ def test_experts_that_ranks_cannot_divide(ranks: int, message: str) -> None:
 @pytest.mark.parametrize(("config", "shard", "message"), [
     ({}, Shard(0, 1, True), "expert_parallel: needs a tensor_parallel_size of at least 2$"),
     ({"num_experts": 9, "num_attention_heads": 4, "num_key_value_heads": 4}, Shard(0, 2, True),
-     "expert_parallel: 2 ranks do not divide the model's 9 experts$"),
+     "expert_parallel: 2 ranks do not divide the model's 9 experts; possible below are none$"),
     ({"architectures": ["Qwen3ForCausalLM"]}, Shard(0, 2, True), "expert_parallel: the model has no experts$"),
 ])
 def test_whole_experts_that_ranks_cannot_have(config: dict[str, Any], shard: Shard, message: str) -> None:

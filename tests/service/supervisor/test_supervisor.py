@@ -407,4 +407,5 @@ def test_serve_taken_metrics_port_prints_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, lines = serve(str(tmp_path), "--metrics-port", str(port))
-    assert (code, lines) == (2, [f"npuserve: metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use"])
+    assert (code, lines) == (2, [f"npuserve: metrics_port: cannot listen on 127.0.0.1:{port}: Address already in use; "
+                                 "end the program that has the port, or set another port"])
