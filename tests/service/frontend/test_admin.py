@@ -15,6 +15,7 @@ import grpc.aio
 import msgspec
 import pytest
 
+import npuserve
 from npuserve.cli.explain import MEANINGS
 from npuserve.npu.profile import KernelRow, ProfileSummary
 from npuserve.service.config import ServerConfig
@@ -45,7 +46,7 @@ async def test_admin_calls_return_documented_results(folder: Path) -> None:
         flushed = await server.admin.FlushPrefixCache(admin_service_pb2.FlushPrefixCacheRequest())
         assert flushed.flushed_blocks == 11
         info = await server.admin.GetServerInfo(admin_service_pb2.GetServerInfoRequest())
-        assert (info.version, info.engine_epoch) == ("0.1.0", 1)
+        assert (info.version, info.engine_epoch) == (npuserve.__version__, 1)
         assert info.uptime.ToNanoseconds() > 0
         assert json.loads(info.config_json)["model"] == str(folder)
         assert set(json.loads(info.config_json)) == set(ServerConfig.__struct_fields__)

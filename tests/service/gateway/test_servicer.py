@@ -24,6 +24,7 @@ from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from tokenizers import Tokenizer, processors
 
+import npuserve
 from npuserve.npu.profile import ProfileSummary
 from npuserve.service import metrics
 from npuserve.service.ipc.messages import Cancel, FlushPrefixCache, Load, Submit
@@ -344,7 +345,7 @@ async def test_get_loads(folder: Path) -> None:
         server.frontend._engine._last_load = Load(running=1, waiting=2, free_kv_ratio=0.75, tokens_per_second=12.5)
         found = await stub.GetLoads(vllm.GetLoadsRequest(include=["core"]))
         assert abs((datetime.fromisoformat(found.timestamp) - datetime.now(timezone.utc)).total_seconds()) < 60
-        assert (found.version, found.dp_rank_count) == ("0.1.0", 1)
+        assert (found.version, found.dp_rank_count) == (npuserve.__version__, 1)
         assert list(found.loads) == [vllm.SchedulerLoad(
             num_running_reqs=1, num_waiting_reqs=2, num_total_reqs=3, num_used_tokens=256, max_total_num_tokens=1024,
             token_usage=0.25, gen_throughput=12.5, utilization=0.25, max_running_requests=4,
