@@ -84,12 +84,15 @@ def _constraint_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _read_constraint(name: str, file: str) -> str:
     """Return the text of a file with a constraint. Raise ConfigError if it is unusable."""
-    place = f"--{name.replace('_', '-')}: {file}"
+    flag = f"--{name.replace('_', '-')}"
+    place = f"{flag}: {file}"
     try:
         with Path(file).open("rb") as opened:
             data = opened.read(MAX_CONSTRAINT_BYTES + 1)
         text = data.decode()
     except OSError as error:
+        if "{" in file or "\n" in file:
+            raise ConfigError(f"{flag}: takes the path of a file, not the text itself; write it into a file") from None
         raise ConfigError(f"{place}: {error.strerror}") from None
     except ValueError:
         raise ConfigError(f"{place}: is not UTF-8") from None

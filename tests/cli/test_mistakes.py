@@ -202,6 +202,8 @@ SERVERS = [
 ]
 INPUTS = [
     ("generate x --json-schema absent", 2, "--json-schema: absent: No such file or directory"),
+    ("generate x --json-schema '{{\"type\": \"object\"}}'", 2,
+     "--json-schema: takes the path of a file, not the text itself; write it into a file"),
     ("generate x --json-schema schema.json", 2, "--json-schema: schema.json: is not JSON"),
     ("generate x --chat --tools tools.json", 2, "--tools: tools.json must be a JSON list of objects"),
     ("check ./absent", 2, "model: there is no folder ./absent"),
