@@ -78,7 +78,7 @@ def add_to_wheel(wheel: Path) -> str:
                     target.writestr(entry, source.read(entry), zipfile.ZIP_DEFLATED)
             target.writestr(name, text)
             target.writestr(records[0], source.read(records[0]) + f"{name},sha256={checksum},{len(text)}\n".encode())
-        shutil.copy(file.name, wheel)
+        shutil.copyfile(file.name, wheel)  # keeps the mode of the wheel
     return name
 
 

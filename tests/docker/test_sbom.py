@@ -90,7 +90,9 @@ def test_sbom_of_a_wheel_is_in_its_record(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, text in contents.items():
             archive.writestr(name, text)
+    wheel.chmod(0o644)
     done = sbom(wheel)
+    assert wheel.stat().st_mode & 0o777 == 0o644, "an index may be served by another user"
     name = f"{info}sboms/npuserve.cdx.json"
     assert done.stdout.strip() == name, done.stderr
     with zipfile.ZipFile(wheel) as archive:
