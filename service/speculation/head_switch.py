@@ -11,14 +11,16 @@ from __future__ import annotations
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.step_costs import HeadCosts
 
-MIN_TRIAL_DRAFTS = 8
+MIN_TRIAL_DRAFTS = 4
 """Drafts that are compared in a trial."""
 MAX_TRIAL_STEPS = 128
 """Steps after which a trial without a result ends."""
-MIN_STOPPED_STEPS = 256
-"""Steps without the head before its next trial."""
+MIN_STOPPED_STEPS, MAX_STOPPED_STEPS = 256, 2048
+"""Steps without the head before its next trial: at first, and at most. They double with each trial that fails."""
 MAX_IDLE_STEPS = 16
 """Overlapped steps after which a head whose drafts no step computes is stopped."""
+MIN_RATIO = 1.03
+"""Least expected speed with drafts, relative to that without, for which steps begin to wait for the step before."""
 RATIO_WEIGHT = 0.05
 """Weight of the latest step in the speed with the head relative to that without."""
 
@@ -40,6 +42,7 @@ class HeadSwitch:
         self._trial_steps = 0  # steps since the trial began
         self._idle = 0  # overlapped steps with the head since rows last waited, or since the trial ended
         self._stopped = 0  # steps since the head was stopped
+        self._pause = MIN_STOPPED_STEPS // 2  # steps before the next trial
 
     @property
     def is_on_trial(self) -> bool:
@@ -62,13 +65,14 @@ class HeadSwitch:
 
     def stop(self) -> None:
         if self.is_on:
+            self._pause = min(2 * self._pause, MAX_STOPPED_STEPS) if self.is_on_trial else MIN_STOPPED_STEPS
             self.is_on = False
             self._trial_begin = None
             self._stopped = 0
 
     def trial_cost(self) -> float | None:
         """Return the expected seconds of the head in its next trial; None if it is too early, or if the head is on."""
-        if self.is_on or self._stopped < MIN_STOPPED_STEPS:
+        if self.is_on or self._stopped < self._pause:
             return None
         return MIN_TRIAL_DRAFTS * self.costs.seconds_by_depth(1)[1]
 
@@ -79,15 +83,22 @@ class HeadSwitch:
         self._rates.forget()
         self._trial_begin = self._rates.num_recorded
 
-    def judge(self, ratio: float) -> None:
-        """Stop the head if it does not pay. ratio: expected speed with it, relative to that without."""
+    def judge(self, ratio: float) -> bool:
+        """Stop the head if it does not pay. Return whether a trial ended, and its drafts are worth waiting for.
+
+        ratio: expected speed with it, relative to that without.
+        """
         if self._trial_begin is None:
             self._ratio += RATIO_WEIGHT * (ratio - self._ratio)
-        elif self._rates.num_recorded - self._trial_begin >= MIN_TRIAL_DRAFTS:
-            self._trial_begin = None
-            self._idle = 0
-            self._ratio = ratio
-        else:
-            return
-        if self._ratio < 1.0:
+            if self._ratio < 1.0:
+                self.stop()
+            return False
+        if self._rates.num_recorded - self._trial_begin < MIN_TRIAL_DRAFTS:
+            return False
+        if ratio < MIN_RATIO:
             self.stop()
+            return False
+        self._trial_begin = None
+        self._idle = 0
+        self._ratio = ratio
+        return True

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from npuserve.service.speculation.acceptance import AcceptanceRates
-from npuserve.service.speculation.head_switch import HeadSwitch
+from npuserve.service.speculation.head_switch import MIN_RATIO, HeadSwitch
 from npuserve.service.speculation.predicted_drafts import FIRST_RATES_BY_DEPTH
 from npuserve.service.speculation.shared_answers import SharedAnswers
 from npuserve.service.speculation.step_costs import Seconds, StepCosts
@@ -20,8 +20,6 @@ MAX_STEP_DRAFTS = 64
 """Most drafts of a step."""
 MAX_ROW_DRAFTS = 15
 """Most drafts of a row."""
-MIN_RATIO = 1.03
-"""Least expected speed, relative to overlapped steps, for which steps begin to wait for the step before."""
 RATIO_WEIGHT = 0.3
 """Weight of the latest step in the expected speed."""
 MAX_LOSS = 0.01
@@ -199,17 +197,17 @@ class Speculator:
             self._overlapped += 1
         head_seconds = self._head_seconds(depth, head_seconds, seconds)
         self._count_step()
-        self.costs.record(load.tokens, seconds - head_seconds, is_overlapped=is_overlapped)
+        taken = self.costs.record(load.tokens, seconds - head_seconds, is_overlapped=is_overlapped)
         keep = max(0.0, 1.0 - seconds / SHARE_SECONDS)
         self._share_seconds = self._share_seconds * keep + seconds
         self._share_drafting *= keep
         baseline = self.costs.overlapped_seconds(load.rows)
         if baseline is not None:
             self._baseline = baseline
-            gain = MAX_LOSS * seconds - head_seconds
+            gain = MAX_LOSS * taken
             if self.waits or load.drafts:
-                gain = tokens / load.rows * baseline - seconds
-            self._add_gain(gain)
+                gain = tokens / load.rows * baseline - taken
+            self._add_gain(gain - (self.head.costs.seconds_of(depth) if self.head and depth is not None else 0.0))
 
     def mixed_step_applied(
         self, load: StepTokens, accepted: int, seconds: float, *, depth: int | None = None,
@@ -301,7 +299,8 @@ class Speculator:
         choice = best(candidates, load, budget, baseline, has_head=False)
         if self.head is not None and self.head.is_on:
             with_head = best(candidates, load, budget, baseline, has_head=True)
-            self.head.judge(with_head.ratio / max(choice.ratio, 1.0))
+            if self.head.judge(with_head.ratio / max(choice.ratio, 1.0)):
+                self.expected_ratio = with_head.ratio
             if self.head.is_on and (self.waits or not self.head.is_on_trial):
                 choice = with_head
         elif self.head is not None:

@@ -6,9 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 _WEIGHT = 0.25
-"""Weight of the latest step in the average of its number of tokens."""
-_COMMON_WEIGHT = 0.05
-"""Weight of the latest step in all other averages: contexts grow, and other processes take time, for all steps."""
+"""Weight of the latest step in the average of its number of tokens, if it was faster."""
+_SLOWER_WEIGHT = 0.05
+"""Weight of a step that was slower: other processes take time from single steps. So averages are those of steps that
+little disturbs, and compare with each other, however few steps they are of."""
+_COMMON_SHARE = 0.2
+"""Share of the relative change of an average by which all others change: contexts grow, and the machine's speed
+changes, for all steps."""
 _MAX_CHANGE = 1.5
 """Most by which one step changes an average: single steps take very long."""
 _FIRST_SLOPE, _FIRST_SHARE = 0.03, 0.3
@@ -17,7 +21,10 @@ its seconds a token if that is less."""
 _CURVE_TOKENS = 128
 """Least number of tokens of an estimated curve."""
 _FIRST_SAMPLES = 4
-"""Steps of a number of tokens of which the fastest counts: the first ones take longer, since caches are cold."""
+"""Steps of a number of tokens of which the fastest counts: the first ones take longer, since caches are cold. Fewer
+ones count only where nothing else is known."""
+_MAX_DISTURBANCE = 3.0
+"""Seconds of a step, relative to what others suggest, beyond which it counts at once: no other process explains it."""
 _MIN_SECONDS = 1e-9
 """Least seconds of a head: a clock may show none."""
 _MIN_SAMPLES = 3
@@ -27,13 +34,13 @@ Seconds = npt.NDArray[np.float64]
 
 
 def _rounded(tokens: int) -> int:
-    """Return a number of tokens rounded up to one that has an average: there are 8 from a power of two to the next."""
-    unit = 1 << max(0, (tokens - 1).bit_length() - 4)
+    """Return a number of tokens rounded up to one that has an average: there are 4 from a power of two to the next."""
+    unit = 1 << max(0, (tokens - 1).bit_length() - 3)
     return -(-tokens // unit) * unit
 
 
 class _Average:
-    """Average of the seconds of a number of tokens."""
+    """Average of the seconds of a number of tokens, of steps that little disturbs."""
 
     __slots__ = ("samples", "seconds")
 
@@ -41,15 +48,20 @@ class _Average:
         self.seconds = seconds
         self.samples = 1
 
+    @property
+    def is_known(self) -> bool:
+        return self.samples >= _FIRST_SAMPLES
+
     def change(self, seconds: float) -> float:
-        """Add a step. Return its seconds relative to the average before, limited."""
+        """Add a step. Return the factor by which all other averages change."""
         self.samples += 1
-        ratio = min(max(seconds / self.seconds, 1 / _MAX_CHANGE), _MAX_CHANGE)
-        if self.samples > _FIRST_SAMPLES:
-            self.seconds *= 1.0 + (ratio - 1.0) * _WEIGHT
-        else:
+        if self.samples <= _FIRST_SAMPLES:
             self.seconds = min(self.seconds, seconds)
-        return ratio
+            return 1.0
+        ratio = min(max(seconds / self.seconds, 1 / _MAX_CHANGE), _MAX_CHANGE)
+        change = (ratio - 1.0) * (_WEIGHT if ratio < 1.0 else _SLOWER_WEIGHT)
+        self.seconds *= 1.0 + change
+        return 1.0 + change * _COMMON_SHARE
 
 
 class StepCosts:
@@ -64,15 +76,24 @@ class StepCosts:
         self._waiting: dict[int, _Average] = {}
         self._curve: Seconds | None = None
 
-    def record(self, tokens: int, seconds: float, *, is_overlapped: bool) -> None:
-        """Record a step of decode rows and drafts, and nothing else."""
+    def record(self, tokens: int, seconds: float, *, is_overlapped: bool) -> float:
+        """Record a step of decode rows and drafts, and nothing else. Return the average, once it is known, else
+        `seconds`."""
         averages = self._overlapped if is_overlapped else self._waiting
-        self._curve = None
         average = averages.get(_rounded(tokens))
-        if average is None:
+        if average is not None and average.is_known:
+            self._change(average, seconds)
+            return average.seconds
+        if average is not None:
+            average.change(seconds)
+        else:
             averages[_rounded(tokens)] = _Average(seconds)
-            return
-        common = 1.0 + (average.change(seconds) - 1.0) * _COMMON_WEIGHT
+        self._curve = None
+        return seconds
+
+    def _change(self, average: _Average, seconds: float) -> None:
+        self._curve = None
+        common = average.change(seconds)
         for other in (*self._overlapped.values(), *self._waiting.values()):
             if other is not average:
                 other.seconds *= common
@@ -91,8 +112,7 @@ class StepCosts:
 
     def seconds_of(self, tokens: int) -> float:
         """Return the estimated seconds of a step of `tokens` tokens that waits for the step before."""
-        average = self._waiting.get(_rounded(tokens)) or self._overlapped.get(_rounded(tokens))
-        return average.seconds if average is not None else float(self.waiting_seconds(tokens, tokens)[0])
+        return float(self.waiting_seconds(tokens, tokens)[0])
 
     def waiting_seconds(self, first: int, last: int) -> Seconds:
         """Return the estimated seconds of steps of `first` to `last` tokens that wait for the step before.
@@ -109,18 +129,36 @@ class StepCosts:
         return np.interp(tokens, np.arange(1, last + 1), self.waiting_seconds(1, last))
 
     def _estimate(self, last: int) -> Seconds:
-        """Return the estimated seconds of steps of 1 to `last` tokens. Overlapped steps stand for missing ones."""
-        points = {tokens: average.seconds for averages in (self._overlapped, self._waiting)
-                  for tokens, average in averages.items()}
-        tokens = sorted(points)
-        seconds = [points[count] for count in tokens]
-        numbers = np.arange(1, last + 1)
-        estimates: Seconds = np.interp(numbers, tokens, seconds)
-        slope = min(_FIRST_SLOPE, _FIRST_SHARE / tokens[-1]) * seconds[-1]
-        if len(tokens) > 1:
-            slope = max(slope, (seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
-        estimates += slope * np.maximum(numbers - tokens[-1], 0)
-        return np.maximum.accumulate(estimates)
+        """Return the estimated seconds of steps of 1 to `last` tokens.
+
+        Steps that wait take no less than overlapped ones, which stand for missing ones. Averages that are not known
+        count where they are less than what others suggest, or much more.
+        """
+        points = {tokens: average.seconds for tokens, average in self._overlapped.items()}
+        few: dict[int, float] = {}
+        for tokens, average in self._waiting.items():
+            seconds = max(average.seconds, points.get(tokens, 0.0))
+            if average.is_known or not points:
+                points[tokens] = seconds
+            else:
+                few[tokens] = seconds
+        estimates = _curve(points, last)
+        points |= {tokens: seconds for tokens, seconds in few.items() if tokens <= last
+                   and not estimates[tokens - 1] <= seconds < _MAX_DISTURBANCE * estimates[tokens - 1]}
+        return _curve(points, last)
+
+
+def _curve(points: dict[int, float], last: int) -> Seconds:
+    """Return the seconds of steps of 1 to `last` tokens, from those of some numbers of tokens."""
+    tokens = sorted(points)
+    seconds = [points[count] for count in tokens]
+    numbers = np.arange(1, last + 1)
+    estimates: Seconds = np.interp(numbers, tokens, seconds)
+    slope = min(_FIRST_SLOPE, _FIRST_SHARE / tokens[-1]) * seconds[-1]
+    if len(tokens) > 1:
+        slope = max(slope, (seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
+    estimates += slope * np.maximum(numbers - tokens[-1], 0)
+    return np.maximum.accumulate(estimates)
 
 
 class HeadCosts:
@@ -148,7 +186,7 @@ class HeadCosts:
         if average_of_depth is None:
             self._averages[depth] = _Average(seconds)
             return
-        common = 1.0 + (average_of_depth.change(seconds) - 1.0) * _COMMON_WEIGHT
+        common = average_of_depth.change(seconds)
         for other in self._averages.values():
             if other is not average_of_depth:
                 other.seconds *= common
@@ -162,7 +200,9 @@ class HeadCosts:
 
         A depth that was not measured is on the line between its neighbours, or beyond the last two.
         """
-        points = {0: 0.0} | {depth: average.seconds for depth, average in self._averages.items()}
+        is_any_known = any(average.is_known for depth, average in self._averages.items() if depth)
+        points = {0: 0.0} | {depth: average.seconds for depth, average in self._averages.items()
+                             if average.is_known or not depth or not is_any_known}
         depths = sorted(points)
         seconds = [points[depth] for depth in depths]
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (depths[-1] - depths[-2])) if len(depths) > 1 else 0.0

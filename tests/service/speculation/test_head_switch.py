@@ -23,8 +23,8 @@ def test_predictions_after_a_pause_count_more_than_earlier_ones() -> None:
     for _ in range(MIN_TRIAL_DRAFTS):
         request.record(1, True)
     assert before < 0.02
-    assert server.rate(1) > 0.6
-    assert request.rate(1) > 0.6
+    assert server.rate(1) > 0.45
+    assert request.rate(1) > 0.45
     assert server.num_recorded == 300 + MIN_TRIAL_DRAFTS
 
 
