@@ -285,7 +285,7 @@ def served_model(
                                     int4=can.int4, mtp=mtp).sharded(shard)
     model = with_draft(model, draft, backend)
     obstacle = chunk_obstacle(model, backend, config.dtype, config.kv_cache_dtype)
-    return drafting_config(model, backend, mtp, obstacle)
+    return drafting_config(model, backend, mtp, obstacle, config.dtype)
 
 
 def memory_plan(

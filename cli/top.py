@@ -150,6 +150,7 @@ def figures(window: Window) -> dict[str, Any]:
         "generated_tokens": rate("npuserve_generation_tokens_total"),
         "drafted_tokens": rate("npuserve_draft_tokens_total"),
         "draft_acceptance": window.ratio("npuserve_accepted_draft_tokens_total", "npuserve_draft_tokens_total"),
+        "head_steps": _head_share(window),
         "prefix_hits": window.ratio("npuserve_prefix_cache_hits_total", "npuserve_prefix_cache_queries_total"),
         "latencies": {name: _spread(window, f"npuserve_{metric}_seconds") for name, metric in LATENCIES.items()},
         "steps": {phase: {
@@ -161,6 +162,12 @@ def figures(window: Window) -> dict[str, Any]:
         "kernels_since_start": not kernels,
         "kernels": kernels or _kernels(Window(START, now)),
     }
+
+
+def _head_share(window: Window) -> float | None:
+    """Return the share of steps that computed the model's head for drafts, or a smaller model; None without one."""
+    computed, stopped = (window.increase("npuserve_head_steps_total", head=state) for state in ("computed", "stopped"))
+    return computed / (computed + stopped) if computed + stopped else None
 
 
 def _spread(window: Window, histogram: str, **labels: str) -> dict[str, float | None]:
@@ -198,6 +205,7 @@ def view(now: dict[str, Any], target: str) -> Group:
         _cell("generated", f"{now['generated_tokens']:.0f} tok/s"),
         _cell("prompts", f"{now['prompt_tokens']:.0f} tok/s"),
         _cell("drafted", f"{now['drafted_tokens']:.0f} tok/s, {_share(now['draft_acceptance'])} accepted"),
+        *([] if now["head_steps"] is None else [_cell("draft head", f"{_share(now['head_steps'])} of steps")]),
         _cell("preempted", f"{now['preemptions']:.2f}/s", now["preemptions"] > 0),
         _cell("restarts", f"{now['engine_restarts']:.0f}", now["engine_restarts"] > 0),
     ])

@@ -278,7 +278,8 @@ class CpuBackend(Backend):
         capabilities: Capabilities | None = None,
     ) -> None:
         super().__init__(settings, replace(
-            capabilities or type(self).capabilities, deterministic=native, block_multiple=LANES if native else 1))
+            capabilities or type(self).capabilities, deterministic=native, rounds_draft_head=native,
+            block_multiple=LANES if native else 1))
         self.device = torch.device("cpu")
         self.kernels = self.name if native else GOLDEN
         self._is_native = native

@@ -297,7 +297,7 @@ class BatchBuffers:
         head_context_lens = part.head_context_lens[:rows] if self._has_mtp else None
         return self._batch(
             part.first, part.tokens, rows, len(part.samples), part.cu_seqlens[: rows + 1], part.context_lens[:rows],
-            index, head_context_lens)
+            index, head_context_lens, head_table=-1 if self._has_head_table(part.rows) else 0)
 
     def clear(self) -> None:
         """Make the batch of `tokens` consist of tokens that belong to no row on the device, or of padding."""
@@ -364,10 +364,17 @@ class BatchBuffers:
             first = first + part.padded
             width = max(width, blocks)
         tables = self._table[None, :first, :width]
-        if self._has_mtp and staged.parts[0].has_head:
+        if self._has_mtp and any(self._has_head_table(part.rows) for part in staged.parts):
             tables = np.concatenate((tables, self._head_tables(staged.parts, width)))
         staged.put_tables(tables, self._tables)
         return staged
+
+    def _has_head_table(self, rows: Sequence[Row]) -> bool:
+        """Return whether the head reads a table of its own for these rows.
+
+        Kernels that are called one by one read the model's where it has the same blocks. Captured ones read one place.
+        """
+        return any(row.head_start > 0 for row in rows) or (self.drafting is not None and rows[0].head_start == 0)
 
     def _head_tables(self, parts: Sequence[Part], width: int) -> Array:
         """Return the tables [1, R, W] of the rows of a step from the first blocks on that the head reads."""
@@ -473,17 +480,18 @@ class BatchBuffers:
 
     def _batch(
         self, first: int, tokens: int, rows: int, samples: int, cu_seqlens: list[int], context_lens: list[int],
-        index: int, head_context_lens: list[int] | None = None,
+        index: int, head_context_lens: list[int] | None = None, head_table: int = -1,
     ) -> Batch:
         """Return a part's batch. index: number of the part. A part has one more number in cu_seqlens than rows.
 
         head_context_lens: in the layers of a head; None for `context_lens`.
+        head_table: index of its tables; 0 for those of the model.
         """
         on = self._on
         here = slice(first, first + tokens)
         ends = on["cu_seqlens"][first + index : first + index + rows + 1]
         head = AttentionMetadata(
-            self._tables[-1, first : first + rows], on["head_contexts"][first : first + rows], ends,
+            self._tables[head_table, first : first + rows], on["head_contexts"][first : first + rows], ends,
             head_context_lens or context_lens, cu_seqlens) if self._has_mtp else None
         return Batch(
             ids=on["ids"][here],

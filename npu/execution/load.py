@@ -101,7 +101,7 @@ def load_runner(
     obstacle = chunk_obstacle(config, device, dtype, kv_cache_dtype)
     if group and not group.minimum(int(not obstacle))[0]:
         obstacle = obstacle or "another rank captures none"
-    config = drafting_config(config, device, mtp, obstacle)
+    config = drafting_config(config, device, mtp, obstacle, dtype)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
     memory = None if host else memory
@@ -213,14 +213,21 @@ def chunk_obstacle(config: ModelConfig, device: Backend, dtype: str, kv_cache_dt
     return f"{device.name} lacks operators of {', '.join(sorted(reading))}" if reading else ""
 
 
-def drafting_config(config: ModelConfig, device: Backend, mtp: MtpSetting, obstacle: str) -> ModelConfig:
-    """Return the configuration without an MTP head where the device captures decode rows and not rows with drafts.
+def drafting_config(
+    config: ModelConfig, device: Backend, mtp: MtpSetting, obstacle: str, dtype: str
+) -> ModelConfig:
+    """Return the configuration with what drafts tokens on a device.
+
+    An MTP head is left out where the device captures decode rows and not rows with drafts. It has an LM head of its own
+    in int8 where that is faster: each draft reads it, and an answer does not depend on it.
 
     obstacle: `chunk_obstacle`. Raises BackendError there for `mtp` "on", and for a smaller model that drafts.
+    dtype: of the activations. Drafts in float32 are exact.
     """
     drafts = config.mtp or config.draft
     if not (drafts and obstacle and device.settings.capture_mode != "off" and device.capabilities.padding_blocks):
-        return config
+        is_rounded = device.capabilities.rounds_draft_head and device.resolve_dtype(dtype, config.dtype) != "float32"
+        return replace(config, draft_head_dtype="int8") if config.mtp and is_rounded else config
     reason = f"rows with drafts are not captured, since {obstacle}, and would take much longer than decode rows"
     if config.draft or mtp == "on":
         what = "a model that drafts" if config.draft else "mtp"

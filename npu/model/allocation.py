@@ -32,6 +32,7 @@ from npuserve.npu.model.forms.targets import (
 from npuserve.npu.model.storage import (
     StoredArray,
     StoredBlock,
+    draft_head,
     final_norm,
     stored_blocks,
     stored_features,
@@ -126,9 +127,10 @@ class _Allocator:
 
     def _mtp(self, predictor: ModelConfig) -> MtpWeights:
         stored = stored_input(predictor)
+        head = draft_head(self._config, self._backend.capabilities.vocabulary_tile)
         return MtpWeights(
             self._linear(stored.fc), self._array(stored.embedding_norm), self._array(stored.hidden_norm),
-            self._layers(predictor), self._array(final_norm(predictor)))
+            self._layers(predictor), self._array(final_norm(predictor)), self._linear(head) if head else None)
 
     def _block(self, stored: StoredBlock) -> LoadedBlock:
         norm = self._array(stored.norm)

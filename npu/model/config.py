@@ -58,6 +58,8 @@ class ModelConfig:
     quantization: schemes of the int8 or float8 linear layers; None if there are none.
     converts_float8, converts_int4: layers in float8, or in 4 bits, become floats while loading.
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
+    draft_head_dtype: dtype of the LM head of an MTP head; "auto" for the served one, "int8" for one of its own beside a
+        served one of floats.
     shard: part of the model that this process computes.
     pooling: use of the last hidden states by an embedding model or a reranker, which have no LM head here; None for a
         model that generates text.
@@ -84,6 +86,7 @@ class ModelConfig:
     converts_float8: bool = False
     converts_int4: bool = False
     lm_head_dtype: HeadDtype = "auto"
+    draft_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
     pooling: Pooling | None = None
     head: str = "lm_head"

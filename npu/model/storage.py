@@ -181,6 +181,14 @@ def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     return [StoredMatrix(embedding, hidden, Floats(), padding), StoredMatrix(head, hidden, form, padding)]
 
 
+def draft_head(config: ModelConfig, vocabulary_tile: int) -> StoredMatrix | None:
+    """Return the LM head of an MTP head, rounded to int8; None if it has none of its own."""
+    head = tables(config, vocabulary_tile)[-1]
+    if not config.mtp or config.draft_head_dtype != "int8" or not head.form.is_float or head.form.converted:
+        return None
+    return replace(head, form=RoundedInt8(W8A8()))
+
+
 def _form(config: ModelConfig, parts: list[str], columns: Span, *, can_quantize: bool = True) -> StoredForm:
     """Return the form of a matrix of the checkpoint's tensors `parts`. can_quantize: `Matrix.can_quantize`."""
     if config.quantization is None:
@@ -215,7 +223,8 @@ def _converted(config: ModelConfig, parts: Iterable[str]) -> dict[str, W8A8]:
 
 def matrices(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     """Return all matrices of a model."""
-    return [*tables(config, vocabulary_tile), *layer_matrices(config)]
+    head = draft_head(config, vocabulary_tile)
+    return [*tables(config, vocabulary_tile), *([head] if head else ()), *layer_matrices(config)]
 
 
 def layer_matrices(config: ModelConfig) -> list[StoredMatrix]:

@@ -50,6 +50,7 @@ class MtpWeights:
     fc [H, 2 H]: of the normed embedding and hidden state, one after the other.
     embedding_norm, hidden_norm, norm [H].
     layers: blocks of each of its layers.
+    lm_head: that of its drafts; None for the model's.
     """
 
     fc: Linear
@@ -57,6 +58,7 @@ class MtpWeights:
     hidden_norm: Tensor
     layers: tuple[tuple[LoadedBlock, ...], ...]
     norm: Tensor
+    lm_head: Linear | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +100,10 @@ class ModelWeights:
 
     @property
     def predictor(self) -> ModelWeights | None:
-        """The layers of the MTP head as a model, with the tables of this one; None if the head is not loaded."""
+        """The layers of the MTP head as a model, with the embedding of this one; None if the head is not loaded."""
         if (head := self.mtp) is None:
             return None
-        return ModelWeights(self.embedding, head.layers, head.norm, self.lm_head, self.dtype)
+        return ModelWeights(self.embedding, head.layers, head.norm, head.lm_head or self.lm_head, self.dtype)
 
     @property
     def blocks(self) -> Iterator[LoadedBlock]:
@@ -170,7 +172,8 @@ class ModelWeights:
             for name, linear in block.weights._asdict().items():
                 if isinstance(linear, Linear):
                     yield form_of(linear.weight), block.layer.experts_of(name)
-        of_heads = (*([self.mtp.fc] if self.mtp else []), *(self.eagle.fc if self.eagle else ()))
+        of_mtp = [head for head in (self.mtp.fc, self.mtp.lm_head) if head] if self.mtp else []
+        of_heads = (*of_mtp, *(self.eagle.fc if self.eagle else ()))
         for linear in of_heads:
             yield form_of(linear.weight), 0
 
@@ -180,3 +183,5 @@ class ModelWeights:
             shape = self.padded_vocabulary - vocabulary, self.embedding.shape[1]
             self.embedding.write(vocabulary, torch.zeros(shape, device=self.norm.device))
         head.repeat_first(vocabulary)
+        if self.mtp and self.mtp.lm_head:
+            form_of(self.mtp.lm_head.weight).repeat_first(vocabulary)

@@ -65,12 +65,15 @@ than keeping a state for each draft (bench/RESULTS.md). A row with drafts ends a
 checkpoints are taken there as without drafts.
 
 Beside prompts. In a step with chunks of prompts every token costs the same, so a draft pays if its probability times
-what a token takes in a decode step exceeds that cost. Drafts take at most an eighth of the budget there.
+what a token takes in a decode step exceeds that cost. Drafts take at most an eighth of the budget there. If no step
+computes decode rows alone, an accepted draft saves no more than it costs, and there are none.
 
 How many drafts (speculator.py). A drafter counts in each mode which of its predictions were right, also of those that
 no step computed: the tokens are the same. So `auto` knows what drafts would have brought without trying them
 (acceptance.py). With the measured seconds of steps by their number of tokens (step_costs.py) it takes the number of
-drafts, over all rows, with the most tokens a second. A balance bounds the loss if predictions or measurements mislead:
+drafts, over all rows, with the most tokens a second. Other processes slow single steps down and the first steps of a
+kind are slow, so the seconds are those of steps that little disturbs, and a number of tokens counts once several steps
+of it are measured. A balance bounds the loss if predictions or measurements mislead:
 steps with drafts are planned, and the head is computed, only while both have cost less than one percent of the time.
 The head computes all tokens of a prompt before the answer can gain by it. So as much gain is kept as recent prompts
 have cost.

@@ -2,8 +2,8 @@
 
 The head is computed for all tokens of a step, for its keys and values, also where nothing is drafted. Where its drafts
 do not pay, it is stopped. A later trial shows whether they do by then: the head drafts one token after each row, until
-MIN_TRIAL_DRAFTS of them are compared with the tokens that follow. A trial makes no rows wait. They may wait for drafts
-from text meanwhile.
+MIN_TRIAL_DRAFTS of them are compared with the tokens that follow. A trial makes no rows wait; they may wait for drafts
+from text meanwhile. If the drafts are worth it, rows wait from the end of the trial on.
 """
 
 from __future__ import annotations

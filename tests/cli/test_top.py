@@ -62,6 +62,16 @@ def test_figures_cover_the_time_between_the_pages() -> None:
     assert not found["kernels_since_start"]
 
 
+def test_view_shows_how_many_steps_computed_the_head_for_drafts() -> None:
+    def heads(computed: int, stopped: int) -> str:
+        return page(100, 10, 10) + "\n".join([
+            "# TYPE npuserve_head_steps counter", f'npuserve_head_steps_total{{head="computed"}} {computed}',
+            f'npuserve_head_steps_total{{head="stopped"}} {stopped}', ""])
+
+    assert "draft head 25% of steps" in shown(pages(heads(10, 10), heads(20, 40)))
+    assert "draft head" not in shown(pages(heads(0, 0), heads(0, 0)))
+
+
 def test_figures_untimed_kernels_cover_the_time_since_the_start() -> None:
     window = pages(page(100, 10, 20), page(300, 10, 20))
     found = top.figures(window)

@@ -294,3 +294,19 @@ def test_padded_decode_rows_begin_in_the_padding_slot() -> None:
     assert batch.state_slots.tolist() == [2, 9, 9, 9]
     assert batch.attention.context_lens.tolist() == [21, 1, 1, 1]
     assert batch.attention.cu_seqlens_q.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("starts", [(0, 0), (0, 4), (2, 0), (-1, -1)])
+def test_fill_head_reads_its_own_tables_where_they_differ(starts):
+    """They begin at `head_start`, for blocks of two tokens. Where all begin at 0, no second table is copied."""
+    buffers = BatchBuffers(9, 3, 4, 2, None, CPU, has_mtp=True)
+    rows = [Row(0, [1], 6, [7, 3, 9, 1], 1, 1, head_start=starts[0]),
+            Row(1, [1], 5, [2, 8, 5], 1, 2, head_start=starts[1])]
+    ((part, batch),) = filled(buffers, (rows, 2))
+    assert batch.head is not None
+    has_table = max(starts) > 0
+    assert (batch.head.block_tables.data_ptr() == batch.attention.block_tables.data_ptr()) == (not has_table)
+    for row, table, begin in zip(rows, batch.head.block_tables.tolist(), starts, strict=True):
+        used = row.block_ids[max(0, begin) // 2 :]
+        assert table[: len(used)] == used
+    assert part.head_context_lens == [7 - max(0, starts[0]), 6 - max(0, starts[1])]

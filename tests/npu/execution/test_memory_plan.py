@@ -67,15 +67,19 @@ def tensors_of(value: object) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_predict_head_for_drafts_equals_allocated(tmp_path, dtype, cpu):
+@pytest.mark.parametrize(("dtype", "draft_head_dtype"), [
+    ("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int8")])
+def test_predict_head_for_drafts_equals_allocated(tmp_path, dtype, draft_head_dtype, cpu):
     model = random_hybrid(3, num_hidden_layers=2, full_attention_interval=2)
     add_mtp(model, saved(model, tmp_path))
-    config, without = (ModelConfig.from_folder(tmp_path, mtp=mtp) for mtp in ("on", "off"))
+    config, without = (replace(ModelConfig.from_folder(tmp_path, mtp=mtp), draft_head_dtype=draft_head_dtype)
+                       for mtp in ("on", "off"))
     made = getattr(torch, dtype)
     weights = load_weights(tmp_path, config, made, cpu, lambda done, total: None)
     head = sum(tensor.nbytes for tensor in tensors_of(weights.mtp))
     assert head == stored_bytes(config, made, cpu) - stored_bytes(without, made, cpu)
+    assert (weights.mtp.lm_head is not None) == (draft_head_dtype == "int8")
+    assert read_bytes(config, made, cpu) == read_bytes(without, made, cpu)
     plan = predict(config, cpu, dtype=dtype, kv_cache_memory=1 << 20, max_num_seqs=3)
     caches = [StateStore.allocate(part, plan.num_blocks, plan.block_size, made, cpu, plan.num_slots)
               for part in (config, config.predictor)]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from npuserve.kernels import native
+from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.weight import WeightForm, form_of
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
@@ -393,3 +394,27 @@ def test_head_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"1 missing: mtp.fc.weight$"):
         load(tmp_path, mtp="auto", max_num_batched_tokens=48)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_drafts_of_bfloat16_have_an_lm_head_in_int8(tmp_path: Path, tied: bool) -> None:
+    """The answers do not depend on it."""
+    model = damped(random_hybrid(3, num_hidden_layers=2, full_attention_interval=2, tie_word_embeddings=tied))
+    folder = saved(model, tmp_path)
+    add_likely_mtp(model, folder)
+    runner = load(folder, dtype="bfloat16", max_num_batched_tokens=48, max_drafts=24, mtp="on")
+    assert runner.config.draft_head_dtype == "int8"
+    weights = load_weights(folder, runner.config, torch.bfloat16, CpuBackend())
+    assert weights.mtp
+    assert weights.mtp.lm_head
+    head = form_of(weights.mtp.lm_head.weight)
+    assert isinstance(head, QuantizedWeight)
+    largest = model.get_output_embeddings().weight.abs().amax(1)
+    assert torch.allclose(127 * head.scale[: len(largest)], largest, rtol=0.01)
+    assert head.scale[len(largest) :].tolist() == [float(head.scale[0])] * (len(head) - len(largest))
+    chosen = [ask(prompt, 30, index) for index, prompt in enumerate(prompts(4, 1))]
+    plain, _ = serve(runner, chosen, 1, 64, 4, 48)
+    drafting = RecordedDrafting(3, runner.max_drafts, runner.block_size)
+    drafted, _ = serve(runner, chosen, 2, 64, 4, 48, drafting=drafting)
+    assert drafted == plain
+    assert drafting.accepted > 0.3 * drafting.drafted
