@@ -25,8 +25,8 @@ Workloads:
 Without drafts, a head is not computed. All modes must give the same tokens, else the program ends with an error.
 Printed by workload, number of streams and mode: tokens a second after the first token of the last stream, the sum of
 the streams' own rates since some end early (median of the rounds), relative to `off` (median of the rounds' ratios),
-the 99th percentile of the seconds between two messages of a stream (median of the rounds), steps, tokens a step and
-stream, drafted and accepted tokens, and the share of time for drafting.
+the 99th percentile of the seconds between two messages of a stream (median of the rounds), steps, those that computed
+the head, tokens a step and stream, drafted and accepted tokens, and the share of time for drafting.
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ class Run:
 
     gaps: seconds between two messages of a stream.
     by_depth: share of the rows with drafts in which the 1st, 2nd, ... draft was accepted.
+    head_steps: steps that computed the head, also for prompts.
     """
 
     tokens: dict[int, list[int]]
@@ -111,6 +112,7 @@ class Run:
     rate: float
     gaps: list[float]
     by_depth: list[float]
+    head_steps: int
 
 
 class OracleDrafter(Drafter):
@@ -301,7 +303,8 @@ class Bench:
         rate = sum((len(tokens[stream]) - count) / (ends[stream] - began) for stream, count in before.items())
         generated = sum(len(tokens[stream]) - count for stream, count in before.items())
         return Run(tokens, seconds, steps, generated, drafting.drafted, drafting.accepted,
-                   drafting.seconds - drafting_before, rate, gaps, by_depth(drafting))
+                   drafting.seconds - drafting_before, rate, gaps, by_depth(drafting),
+                   drafting.head_steps["computed"])
 
     def compare_forced(self, prompts: Prompts) -> Iterator[dict[str, Any]]:
         """Run without drafts and with each acceptance in turn; yield the results."""
@@ -361,7 +364,8 @@ def summary(runs: list[Run], base: list[Run], streams: int) -> dict[str, Any]:
         "tokens_per_second": round(statistics.median(run.rate for run in runs), 1),
         "ratio": round(statistics.median(run.rate / off.rate for run, off in zip(runs, base, strict=True)), 2),
         "itl_p99_ms": round(1e3 * statistics.median(statistics.quantiles(run.gaps, n=100)[98] for run in runs), 1),
-        "steps": last.steps, "tokens_per_step_and_stream": round(last.generated / last.steps / streams, 2),
+        "steps": last.steps, "head_steps": last.head_steps,
+        "tokens_per_step_and_stream": round(last.generated / last.steps / streams, 2),
         "drafted": last.drafted, "accepted": last.accepted, "acceptance_by_depth": last.by_depth,
         "drafting_share": round(last.drafting_seconds / last.seconds, 4)}
 
