@@ -478,6 +478,20 @@ HYBRID_COMPARISON = """Published for this size, on other cards and with drafts, 
 token at 4 streams of 8K for W8A8 with MTP on 910B4, TP4 × 2 (vllm-ascend, Alauda), and 50 ms at 54 streams for W8A8
 with MTP on an A3 card (SGLang's CI). 16 and 64 requests of 65,536 tokens have 69 and 275 GB of keys and values, more
 than one card's memory.
+
+**With MTP**, by the same rates, on one die in W8A8 at one stream of 8K and depth 3: a draft reads the LM head (2.5 GB
+in bfloat16) and the head's layer and input (0.85 GB), so three add 6.4 ms to the floor of 17.3 ms. A step is then
+predicted to take 29 – 42 ms, since the verified tokens read the same weights. With acceptance p it yields
+1 + p + p² + p³ tokens:
+
+| acceptance of each draft | tokens a step | predicted TPOT ms | with an LM head for drafts in int8 |
+| --- | --- | --- | --- |
+| 0.6 | 2.18 | 13.4 – 19.2 | 12.1 – 17.2 |
+| 0.8 | 2.95 | 9.9 – 14.2 | 8.9 – 12.7 |
+| 0.9 | 3.44 | 8.5 – 12.1 | 7.7 – 10.9 |
+
+The published 32 ms are those of 4 streams on groups of four cards. An LM head in int8 for drafts is built for the CPU
+alone. Tokens that a recurrent state computes twice after a wrong draft are not counted.
 """
 MIXTURE = """## Mixtures of experts
 

@@ -398,10 +398,12 @@ class Speculator:
 
     def _head_costs(self, drafts: Sequence[_Draft], *, has_head: bool) -> Seconds:
         """Return the head's seconds in a step of decode rows that computes none, the first, the first two, ... drafts.
+
+        While rows wait, the head drafts one token at least.
         """
         if self.head is None or not has_head:
             return np.zeros(len(drafts) + 1)
-        depths = np.maximum.accumulate([0, *(draft.depth for draft in drafts)])
+        depths = np.maximum.accumulate([1, *(draft.depth for draft in drafts)])
         return np.array(self.head.costs.seconds_by_depth(self.depth))[depths]
 
     @staticmethod
