@@ -1,9 +1,10 @@
 """Selection of tests: by default a choice for every change, with `pytest --slow` slow tests too, with `--full` all.
 
 By default a test function with two or more parameters runs a pairwise choice of its cases: every pair of values of two
-parameters occurs in one of them. Most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Tests and
-cases marked `full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line
-runs all its cases. `.ci/run` runs tests with `--slow`.
+parameters occurs in one of them. Most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Of a test
+marked `each_value` fewer cases run: every value of each parameter occurs in one of them. Tests and cases marked `full`
+do not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line runs all its cases.
+`.ci/run` runs tests with `--slow`.
 
 Tests of whole servers (tests/e2e) take most of the time. Without `--slow` only the smoke test of that folder runs,
 unless the command line names the folder, or something in it. Of the tests that are skipped for the same reason, such as
@@ -20,7 +21,8 @@ from typing import Any
 
 import pytest
 
-Pair = tuple[tuple[str, int], tuple[str, int]]
+Values = tuple[tuple[str, int], ...]
+"""Names of one or two parameters, each with the id of its value."""
 
 WHOLE_SERVERS = Path(__file__).parent / "e2e"
 SMOKE_TEST = WHOLE_SERVERS / "test_smoke.py"
@@ -63,7 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return a subset of one test's cases, in their order, that contains every pair of values of the full set."""
+    """Return a subset of one test's cases, in their order, that contains every pair of values of the full set.
+
+    For a test marked `each_value`: every value.
+    """
     pairs = {item: _pairs(item) for item in items}
     missing = set().union(*pairs.values())
     if not missing:
@@ -100,7 +105,8 @@ def _function(item: pytest.Item) -> str:
     return getattr(item, "originalname", item.name)
 
 
-def _pairs(item: pytest.Item) -> set[Pair]:
+def _pairs(item: pytest.Item) -> set[Values]:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     # Equal values of a test's cases are the same objects.
-    return set(combinations(((name, id(params[name])) for name in sorted(params)), 2))
+    size = 1 if item.get_closest_marker("each_value") else 2
+    return set(combinations(((name, id(params[name])) for name in sorted(params)), size))

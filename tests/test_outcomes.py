@@ -47,7 +47,7 @@ def recorded(folder: Path, *arguments: str, **files: str) -> Path:
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_outcomes_skip_without_its_tool_fails_ci(
     workers: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -63,7 +63,7 @@ def test_outcomes_skip_without_its_tool_fails_ci(
     assert "expected_failure" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_outcomes_passed_in_another_run_is_no_skip(tmp_path: Path) -> None:
     file = recorded(tmp_path, "-n0", test_some=CASES)
     assert outcomes.main(str(file)) == 1

@@ -20,6 +20,11 @@ def test_one(a): pass
 
 def test_none(): pass
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("a", range(2))
+@pytest.mark.parametrize("b", range(3))
+def test_values(a, b): pass
+
 @pytest.mark.full
 def test_long(): pass
 
@@ -55,7 +60,8 @@ def cases(folder: Path, *arguments: str, tests: str = TESTS) -> list[str]:
         def pytest_collection_finish(self, session: pytest.Session) -> None:
             found.extend(item.name for item in session.items)
 
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n full: with --full\n slow: with --slow\n")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n full: with --full\n slow: with --slow\n each_value: fewer cases\n")
     file = folder / f"test_{folder.name}.py"
     file.write_text(tests)
     pytest.main(
@@ -74,9 +80,12 @@ def test_every_pair_of_values_is_in_a_case(tmp_path: Path) -> None:
     for i, j in (0, 1), (0, 2), (1, 2):
         sizes = (4, 3, 2)
         assert {(case[i], case[j]) for case in three} == set(product(range(sizes[i]), range(sizes[j])))
+    values = [tuple(map(int, name[12:-1].split("-"))) for name in names if name.startswith("test_values")]
+    assert [sorted(set(column)) for column in zip(*values, strict=True)] == [[0, 1, 2], [0, 1]]
+    assert len(values) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_parameter_has_all_its_cases(tmp_path: Path) -> None:
     names = cases(tmp_path)
     assert sum(name.startswith("test_one") for name in names) == 5
@@ -85,18 +94,18 @@ def test_one_parameter_has_all_its_cases(tmp_path: Path) -> None:
     assert [name for name in names if name.startswith("test_some")] == ["test_some[0]", "test_some[2]"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_full_runs_all(tmp_path: Path) -> None:
-    assert len(cases(tmp_path, "--full", "FILE")) == 24 + 5 + 1 + 1 + 3
+    assert len(cases(tmp_path, "--full", "FILE")) == 24 + 5 + 1 + 6 + 1 + 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_test_that_is_named_runs_whole(tmp_path: Path) -> None:
     assert len(cases(tmp_path, "FILE::test_three", "FILE::test_one")) == 24 + 5
     assert cases(tmp_path, "FILE::test_long") == ["test_long"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_case_that_is_named_runs(tmp_path: Path) -> None:
     default = cases(tmp_path)
     left = [(c, b, a) for c, b, a in product(range(4), range(3), range(2)) if f"test_three[{c}-{b}-{a}]" not in default]

@@ -160,8 +160,12 @@ def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
+@pytest.mark.full
 def test_long_strings_end_within_their_bounds_whatever_others_answer(long_server: Server) -> None:
-    """Of several clients under one constraint, one after the other and together. None is refused."""
+    """Of several clients under one constraint, one after the other and together. None is refused.
+
+    By default without a server: test_answers_of_one_constraint_end_whatever_others_have_built.
+    """
     schema = {"type": "string", "minLength": 3000, "maxLength": 4000}
     asks = [ask(4000, json_schema=json.dumps(schema), temperature=1.0, seed=seed) for seed in range(6)]
 
@@ -179,8 +183,8 @@ def test_long_strings_end_within_their_bounds_whatever_others_answer(long_server
 
 
 def test_long_string_continues_after_the_death_of_the_engine(long_server: Server) -> None:
-    schema = {"type": "string", "minLength": 3000, "maxLength": 4000}
-    message = ask(4000, json_schema=json.dumps(schema), temperature=1.0, seed=1)
+    schema = {"type": "string", "minLength": 1000, "maxLength": 1500}
+    message = ask(1600, json_schema=json.dumps(schema), temperature=1.0, seed=1)
     whole = long_server.stub.Generate(message, timeout=300)
     text, killed = "", False
     for part in long_server.stub.StreamGenerate(message, timeout=300):

@@ -332,11 +332,12 @@ def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("/nowhere/at/all",), "/nowhere/at/all"),
     (("--device", "npu"), "npu"),
-    (("--max-num-seqs", "0"), "max_num_seqs"),
-    (("--kv-cache-dtype", "int4"), "kv_cache_dtype"),
     (("--kv-cache-memory", "1"), "kv_cache_memory"),
+    # Refused before a process starts, as in tests/cli/test_mistakes.py.
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        (("/nowhere/at/all",), "/nowhere/at/all"), (("--max-num-seqs", "0"), "max_num_seqs"),
+        (("--kv-cache-dtype", "int4"), "kv_cache_dtype"))),
 ])
 def test_serve_error_names_the_cause(arguments: tuple[str, ...], said: str) -> None:
     done = subprocess.run([sys.executable, "-m", "npuserve.cli", "serve", *arguments, "--port", "0",

@@ -122,7 +122,7 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.full), -1])
 @emulated(relax=RELAX)
 def test_variants_of_a_hybrid_pass(place: int) -> None:
     """In bfloat16 alone, with states in it: the CPU's rounded reference has the same."""
@@ -139,7 +139,8 @@ def test_variants_of_a_hybrid_pass(place: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hybrid", [False, True], ids=["Qwen3Moe", "Qwen3.5"])
+@pytest.mark.parametrize("hybrid", [
+    pytest.param(False, id="Qwen3Moe", marks=pytest.mark.full), pytest.param(True, id="Qwen3.5")])
 @emulated()
 def test_variants_of_experts_pass(hybrid: bool) -> None:
     """In bfloat16 and W8A8, without relaxation."""

@@ -103,7 +103,9 @@ SIZED = {
 }
 
 
-@pytest.mark.parametrize("defect", SIZED)
+@pytest.mark.parametrize("defect", [
+    "row_scales", "top_k",
+    *(pytest.param(defect, marks=pytest.mark.full) for defect in SIZED if defect not in ("row_scales", "top_k"))])
 @emulated(relax=RELAX)
 def test_sizes_fail_with_each_defect(defect: str) -> None:
     backend, (name, failing) = started(), SIZED[defect]
@@ -157,10 +159,10 @@ def test_sampling_fails_if_a_parameter_is_ignored() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "defect"), [
-    ("W8A8, int8 head", "row_scales"), ("W8A8, int8 head", "column_scales"), ("W8A8, int8 head", "shifted_columns"),
-    ("W8A8, int8 head of 151,936", "wide_int8_product"),
-    pytest.param("W8A8, int8 head of 151,936", "column_scales", marks=pytest.mark.full),
-    ("head of 151,936", "wide_product"), ("int8 KV", "antiquant_heads")])
+    ("W8A8, int8 head", "shifted_columns"), ("head of 151,936", "wide_product"), ("int8 KV", "antiquant_heads"),
+    *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("W8A8, int8 head", "row_scales"), ("W8A8, int8 head", "column_scales"),
+        ("W8A8, int8 head of 151,936", "wide_int8_product"), ("W8A8, int8 head of 151,936", "column_scales")))])
 @emulated(relax=RELAX)
 def test_variants_fail_with_int8_defects(name: str, defect: str) -> None:
     backend = started()

@@ -42,7 +42,7 @@ def test_variants_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @built
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.full), -1])
 def test_variants_of_a_hybrid_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     monkeypatch.setattr(accept_tokens, "ANSWER", 16)
     monkeypatch.setattr(variants, "VARIANTS", (variants.VARIANTS[place],))
@@ -71,7 +71,8 @@ def test_hybrid_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> Non
 
 @built
 @pytest.mark.slow
-@pytest.mark.parametrize("hybrid", [False, True], ids=["Qwen3Moe", "Qwen3.5"])
+@pytest.mark.parametrize("hybrid", [
+    pytest.param(False, id="Qwen3Moe", marks=pytest.mark.full), pytest.param(True, id="Qwen3.5")])
 def test_variants_of_experts_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, hybrid: bool) -> None:
     monkeypatch.setattr(accept_tokens, "ANSWER", 16)
     monkeypatch.setattr(variants, "VARIANTS", variants.VARIANTS[:1])

@@ -25,6 +25,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 from npuserve.cli import main as cli
 from npuserve.npu.storyteller import FOLDER
+from tests.e2e.brittle import COUNTING
 from tests.e2e.gateway import smg
 from tests.e2e.gateway.sdk import openai
 from tests.e2e.gateway.smg import CHAT_TEMPLATE
@@ -35,7 +36,9 @@ from tests.support.processes import free_port
 
 pytestmark = pytest.mark.slow
 
-STREAMS = 16
+STREAMS = 8
+TOKENS = 150
+"""Length of a stream."""
 THINKING_NAME = "qwen3-0.6b"
 """Name for which smg would take every answer for reasoning."""
 
@@ -46,13 +49,17 @@ class OpenAIServer:
     def __init__(self, server: Server, port: int, scheme: str = "http"):
         self.server = server
         self.url = f"{scheme}://127.0.0.1:{port}"
+        self._clients: dict[str, Any] = {}
 
     def wait_until_ready(self, times: int = 1) -> None:
         """Wait until smg has been ready `times` times."""
         until(lambda: self.server.log.count("OpenAI API on") >= times, self.server)
 
     def client(self, key: str = "none") -> Any:
-        return openai().OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        """Return the client of a key. A new one reads all certificates of authorities."""
+        if key not in self._clients:
+            self._clients[key] = openai().OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return self._clients[key]
 
     def status(self, path: str, body: object = None, **headers: str) -> int:
         """Return the status of a GET, or of a POST with a body."""
@@ -177,54 +184,58 @@ def read_stream(served: OpenAIServer, prompt: str, tokens: int, begun: set[str] 
 PROMPTS = [f"{number} little dogs" for number in range(STREAMS)]
 
 
-def under_streams(served: OpenAIServer, tokens: int, disturb: Any) -> list[tuple[str, str]]:
+@pytest.fixture(scope="module")
+def whole(served: OpenAIServer) -> list[str]:
+    """Texts of the undisturbed streams."""
+    streams = [read_stream(served, prompt, TOKENS) for prompt in PROMPTS]
+    assert not any(error for _, error in streams)
+    return [text for text, _ in streams]
+
+
+def under_streams(served: OpenAIServer, disturb: Any) -> list[tuple[str, str]]:
     """Return text and error of STREAMS streams. `disturb` is called once, when each has begun."""
     begun: set[str] = set()
     with ThreadPoolExecutor(STREAMS) as threads:
-        streams = [threads.submit(read_stream, served, prompt, tokens, begun) for prompt in PROMPTS]
+        streams = [threads.submit(read_stream, served, prompt, TOKENS, begun) for prompt in PROMPTS]
         until(lambda: all(prompt in begun or stream.done()
                           for prompt, stream in zip(PROMPTS, streams, strict=True)), served.server)
         disturb()
         return [stream.result() for stream in streams]
 
 
-def test_death_of_the_engine_shows_in_no_stream(served: OpenAIServer) -> None:
-    expected = [read_stream(served, prompt, 150) for prompt in PROMPTS]
-    assert not any(error for _, error in expected)
+def test_death_of_the_engine_shows_in_no_stream(served: OpenAIServer, whole: list[str]) -> None:
     restarts = served.server.metric("npuserve_engine_restarts_total")
-    streams = under_streams(served, 150, lambda: os.kill(engine_of(served.server), signal.SIGKILL))
-    assert streams == expected
+    streams = under_streams(served, lambda: os.kill(engine_of(served.server), signal.SIGKILL))
+    assert streams == [(text, "") for text in whole]
     until(lambda: served.server.metric("npuserve_engine_restarts_total") == restarts + 1, served.server)
 
 
-def test_death_of_smg_ends_http_streams_alone(served: OpenAIServer) -> None:
-    expected = [read_stream(served, prompt, 150)[0] for prompt in PROMPTS]
+def test_death_of_smg_ends_http_streams_alone(served: OpenAIServer, whole: list[str]) -> None:
     ask = request("Once upon a time", 300, ignore_eos=True)
     alone = streamed(served.server.stub, ask)
     (old,) = served.processes()
     starts = served.server.log.count("OpenAI API on")
     with ThreadPoolExecutor(1) as threads:
         direct = threads.submit(streamed, served.server.stub, ask)
-        streams = under_streams(served, 150, lambda: os.kill(old, signal.SIGKILL))
+        streams = under_streams(served, lambda: os.kill(old, signal.SIGKILL))
         assert direct.result()[:2] == alone[:2]
-    for (text, error), whole in zip(streams, expected, strict=True):
-        assert whole.startswith(text)
-        assert error or text == whole
+    for (text, error), expected in zip(streams, whole, strict=True):
+        assert expected.startswith(text)
+        assert error or text == expected
     served.wait_until_ready(starts + 1)
     assert served.processes() != [old]
-    assert read_stream(served, PROMPTS[0], 150) == (expected[0], "")
+    assert read_stream(served, PROMPTS[0], TOKENS) == (whole[0], "")
     assert served.server.metric("npuserve_process_failures_total", process="openai", why="died") == 1
     until(lambda: served.server.metric("npuserve_kv_cache_usage_ratio") == 0, served.server)
 
 
-def test_death_of_a_front_end_ends_its_streams_alone(served: OpenAIServer) -> None:
+def test_death_of_a_front_end_ends_its_streams_alone(served: OpenAIServer, whole: list[str]) -> None:
     """smg balances its calls over the front ends, and uses the next process on the same port."""
-    expected = [read_stream(served, prompt, 150)[0] for prompt in PROMPTS]
     victim = processes(served.server, "frontend")[0]
-    streams = under_streams(served, 150, lambda: os.kill(victim, signal.SIGKILL))
-    for (text, error), whole in zip(streams, expected, strict=True):
-        assert whole.startswith(text)
-        assert error or text == whole
+    streams = under_streams(served, lambda: os.kill(victim, signal.SIGKILL))
+    for (text, error), expected in zip(streams, whole, strict=True):
+        assert expected.startswith(text)
+        assert error or text == expected
     assert any(not error for _, error in streams)
     until(lambda: len(processes(served.server, "frontend")) == 2, served.server)
     end = time.monotonic() + 60
@@ -232,11 +243,10 @@ def test_death_of_a_front_end_ends_its_streams_alone(served: OpenAIServer) -> No
         assert time.monotonic() < end, served.server.log
 
 
-def test_drain_completes_http_streams(served: OpenAIServer) -> None:
+def test_drain_completes_http_streams(served: OpenAIServer, whole: list[str]) -> None:
     """Last test of the shared server."""
-    expected = [read_stream(served, prompt, 150) for prompt in PROMPTS]
-    streams = under_streams(served, 150, served.server.process.terminate)
-    assert streams == expected
+    streams = under_streams(served, served.server.process.terminate)
+    assert streams == [(text, "") for text in whole]
     assert served.server.process.wait(60) == 0
 
 
@@ -252,7 +262,7 @@ def test_http_clients_need_keys_and_tls_where_grpc_clients_do(
     key = capsys.readouterr().out.strip()
     with serving(
         chat_model, "--kv-cache-memory", "32MiB", "--api-keys", file, "--tls-cert", str(pair.cert), "--tls-key",
-        str(pair.key), "--openai-port", str(port), "--openai-api-keys", str(keys),
+        str(pair.key), "--openai-port", str(port), "--openai-api-keys", str(keys), **COUNTING,
     ) as server:
         served = OpenAIServer(server, port, "https")
         served.wait_until_ready()

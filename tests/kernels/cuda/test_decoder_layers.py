@@ -24,18 +24,24 @@ CASES = [
     case([33, 290], scheme="float8"),
     case([70, 5]),
 ]
-MORE = [
-    *(each for each in decoder_layers.cases if not each.benchmark and each.name not in {x.name for x in CASES}),
+SLOW = [
+    case([64, 97], (8, 2, 64), norm=False),
+    case([5, 300], (16, 2, 64), (1024, 512), 3),
+    case([40, 200], (16, 2, 64), (512, 512), 1, page=16),
+    case([40], (56, 8, 64), (512, 512), 1, page=128),
+    case([40], sizes=(5120, 1024), layers=1, scheme="float8"),
+    case([40, 7], (4, 2, 128), (512, 5632), 1, "int8"),
+]
+"""With CASES: one and two rows, both head sizes, each scheme, page and kind of size at least once."""
+FULL = [
+    *(each for each in decoder_layers.cases
+      if not each.benchmark and each.name not in {x.name for x in (*CASES, *SLOW)}),
     *(case(contexts, scheme=scheme) for scheme in ("", "int8", "float8") for contexts in ([1, 64], [97, 128])),
     case([600, 31], sizes=(5120, 512), layers=1),
     case([3], (4, 1, 128), (1024, 2560), 1),
     case([40], (8, 1, 64), (1024, 512)),
     case([40], (8, 1, 64), (1024, 1024), scheme="int8"),  # the last key is beyond the end of a part that loads it
-    case([40, 200], (16, 2, 64), (512, 512), 1, page=16),
-    case([40], (56, 8, 64), (512, 512), 1, page=128),
     case([40], sizes=(512, 5632), layers=1),
-    case([40], sizes=(5120, 1024), layers=1, scheme="float8"),
-    case([40, 7], (4, 2, 128), (512, 5632), 1, "int8"),
 ]
 
 
@@ -57,7 +63,9 @@ def error(tensor: Tensor, exact: Tensor) -> float:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "of", [pytest.param(of, id=of.name, marks=[pytest.mark.slow] * (of not in CASES[:1])) for of in (*CASES, *MORE)])
+    "of", [pytest.param(of, id=of.name, marks=marks)
+           for cases, marks in ((CASES[:1], ()), (CASES[1:] + SLOW, pytest.mark.slow), (FULL, pytest.mark.full))
+           for of in cases])
 def test_errors_are_those_of_the_golden_function_in_bfloat16(of: Case, folder: Path) -> None:
     wide, golden, own = widened(made(of)), made(of), made(of)
     exact, rounded = decoder_layers.golden(*wide), decoder_layers.golden(*golden)

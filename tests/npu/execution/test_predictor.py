@@ -49,7 +49,9 @@ def _recurrent_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     use_recurrent_rule(monkeypatch)
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))])
+@pytest.mark.parametrize("seed", [
+    *range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6)),
+    *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 20))])
 def test_drafts_equal_transformers(tmp_path: Path, seed: int) -> None:
     """Of each depth, after prompts in chunks and after accepted and rejected drafts, beside other requests."""
     model = random_hybrid(seed, num_hidden_layers=settings_of(seed)["full_attention_interval"])
@@ -68,7 +70,9 @@ def test_drafts_equal_transformers(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "stacked"), [
-    (2, True), (1, False), *(pytest.param(seed, seed % 2 == 0, marks=pytest.mark.slow) for seed in (4, 5, 7, 8))])
+    (2, True), (1, False),
+    *(pytest.param(seed, seed % 2 == 0, marks=mark)
+      for seeds, mark in (((4, 5), pytest.mark.slow), ((7, 8), pytest.mark.full)) for seed in seeds)])
 def test_drafts_of_experts_equal_transformers(
     tmp_path: Path, seed: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,7 +109,7 @@ def test_quantized_experts_are_near_the_cpu(tmp_path: Path, kind: str, name: str
     torch.testing.assert_close(logprobs(cuda), logprobs(cpu), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The rule of `npuserve check --accept`."""
     folder = saved(random_mixture(seed, **FEW_EXPERTS), tmp_path)

@@ -148,7 +148,7 @@ def test_slot_is_copied_by_one_call_for_all_layers(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("length", [1000, 8000])
+@pytest.mark.parametrize("length", [1000, pytest.param(8000, marks=pytest.mark.full)])
 def test_long_context_equals_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
     """A prompt in chunks and a decode row after it: log-probabilities, windows and states are the CPU's.
 
@@ -219,7 +219,7 @@ def test_quantized_hybrid_is_near_golden(tmp_path: Path, quantized: str) -> None
     torch.testing.assert_close(*map(torch.tensor, found), atol=0.05, rtol=0.02)
 
 
-@pytest.mark.parametrize("state", ["float32", "bfloat16"])
+@pytest.mark.parametrize("state", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     """The rule of `npuserve check --accept`: near the golden functions in float32, and equal with and without two steps
     in flight."""

@@ -69,8 +69,9 @@ def test_divided_sums_give_the_same_tokens(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", [
-    W8A8(dynamic=False), W8A8(dynamic=False, float8=True), W8A8(per_channel=False, float8=True, blocks=True)],
-    ids=["int8", "float8", "blocks"])
+    pytest.param(W8A8(dynamic=False), id="int8"),
+    pytest.param(W8A8(dynamic=False, float8=True), id="float8", marks=pytest.mark.full),
+    pytest.param(W8A8(per_channel=False, float8=True, blocks=True), id="blocks")])
 def test_w8a8_with_int8_cache_equals_one_process(tmp_path: Path, scheme: W8A8) -> None:
     """Kernel by kernel: test_backend.py has captured steps. The scales of inputs are of the whole model, or of groups
     that no rank divides."""
@@ -85,6 +86,7 @@ def test_w8a8_with_int8_cache_equals_one_process(tmp_path: Path, scheme: W8A8) -
     assert len(divided.answers) == len(PROMPTS)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_mixtures_of_experts_equal_one_process(tmp_path: Path, seed: int, whole: bool) -> None:
