@@ -39,6 +39,7 @@ def refused(*arguments: str, **environ: str) -> str:
     return last.removeprefix("npuserve: ")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("command", [
     ("serve", "--port", "0", "--metrics-port", "0"), ("demo",), ("check",), ("bench", "kernels"), ("bench", "step"),
     ("quantize", "", "no-such-folder", "--calibration", "none")])

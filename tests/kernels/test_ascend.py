@@ -34,13 +34,15 @@ def taken(case: Case) -> bool:
 
 
 def cases() -> Iterator[Any]:
+    """Yield kernels with a case and a dtype: by default the first case in each dtype, and the others in one in turn."""
     for name in sorted(OURS):
         dtypes = KERNELS[name].dtypes
-        for index, case in enumerate(KERNELS[name].cases):
-            for dtype in (*dtypes, *([torch.float16] if torch.bfloat16 in dtypes else [])):
-                if taken(case):
-                    short = str(dtype).removeprefix("torch.")
-                    yield pytest.param(name, index, short, id=f"{name}-{case.name}-{short}")
+        dtypes = (*dtypes, *([torch.float16] if torch.bfloat16 in dtypes else []))
+        for number, (index, case) in enumerate((i, case) for i, case in enumerate(KERNELS[name].cases) if taken(case)):
+            for place, dtype in enumerate(dtypes):
+                short = str(dtype).removeprefix("torch.")
+                yield pytest.param(name, index, short, id=f"{name}-{case.name}-{short}",
+                                   marks=[] if number == 0 or number % len(dtypes) == place else pytest.mark.full)
 
 
 @pytest.mark.parametrize(("name", "index", "dtype"), list(cases()))
