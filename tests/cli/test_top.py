@@ -210,7 +210,7 @@ def test_top_ends_with_q_and_restores_the_terminal() -> None:
                 shown += os.read(keyboard, 1 << 16)
             assert not termios.tcgetattr(terminal)[3] & termios.ICANON
             os.write(keyboard, b"q")
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
             assert termios.tcgetattr(terminal) == before
         finally:
             process.kill()

@@ -119,7 +119,7 @@ class OneMessageCall:
     def __next__(self) -> pb.StreamGenerateResponse:
         for message in self._messages:
             return message
-        assert self.cancelled.wait(20)
+        assert self.cancelled.wait(60)
         raise StopIteration
 
     def cancel(self) -> None:

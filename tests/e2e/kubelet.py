@@ -121,7 +121,7 @@ class Container:
         if hasattr(self, "process") and self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(30)
+                self.process.wait(60)
             self.process.kill()
             self.process.wait()
         self._log.close()

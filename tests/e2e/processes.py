@@ -12,7 +12,7 @@ from tests.e2e.server import Server, request
 from tests.support import processes as support
 
 
-def until(condition: Callable[[], object], server: Server | None = None, seconds: float = 60) -> None:
+def until(condition: Callable[[], object], server: Server | None = None, seconds: float = 100) -> None:
     """Wait until `condition` is true; AssertionError, with the log of `server` if given, after `seconds`."""
     support.until(condition, lambda: server and server.log, seconds)
 

@@ -27,7 +27,7 @@ KV_CACHE_MEMORY = "32MiB"
 processor time of a start."""
 
 
-READY_SECONDS, READY_SECONDS_EMULATED = 90.0, 270.0
+READY_SECONDS, READY_SECONDS_EMULATED = 180.0, 270.0
 """Maximum time to readiness. A start on an emulated device takes 15 s of processor time, minutes on a busy machine."""
 
 
@@ -61,7 +61,7 @@ class Server:
     def wait_until_ready(self) -> None:
         self._wait_for(r"ready in ([\d.]+) s", self._ready_seconds)
 
-    def _wait_for(self, pattern: str, seconds: float = 90) -> str:
+    def _wait_for(self, pattern: str, seconds: float = READY_SECONDS) -> str:
         deadline = time.monotonic() + seconds
         while not (found := re.search(pattern, self.log)):
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -92,7 +92,7 @@ class Server:
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(30)
+                self.process.wait(60)
             self.process.kill()
         self.process.wait()
         self.log_file.close()

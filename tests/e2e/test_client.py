@@ -104,10 +104,10 @@ async def test_unknown_model_is_raised_after_one_call(server: Server, kind: str)
     calls = unknown_models(server)
 
     def ask() -> object:
-        with Client(server.target, timeout=20) as client:
+        with Client(server.target, timeout=60) as client:
             return client.generate("x", model="typo")
 
-    async with AsyncClient(server.target, timeout=20) as client:
+    async with AsyncClient(server.target, timeout=60) as client:
         with pytest.raises(NotFound, match="typo") as raised:
             await (client.generate("x", model="typo") if kind == "asyncio" else asyncio.to_thread(ask))
     assert (raised.value.reason, raised.value.resume_token) == ("MODEL_NOT_FOUND", "")

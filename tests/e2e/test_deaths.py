@@ -90,7 +90,7 @@ def test_unary_call_survives_a_killed_engine(counting: Server) -> None:
 def wait_until_running(server: Server, requests: int = 1) -> None:
     from npuserve.v1 import model_pb2
 
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while server.stub.GetLoad(model_pb2.GetLoadRequest()).running < requests:
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -222,7 +222,7 @@ def test_lost_connections(counting: Server, kills: ModuleType) -> None:
         reader.close()
     assert codes == {grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED}
     with pytest.raises(grpc.RpcError) as unknown:
-        list(server.stub.ResumeStream(pb.ResumeStreamRequest(resume_token="x" * 32), timeout=10))
+        list(server.stub.ResumeStream(pb.ResumeStreamRequest(resume_token="x" * 32), timeout=60))
     assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
 
 

@@ -57,7 +57,7 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
                  str(authority.cert), "--api-keys", str(keys), "--health-port", str(port),
                  **COUNTING) as server:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as plain:
-            answer = health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest(service=""), timeout=10)
+            answer = health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest(service=""), timeout=60)
             assert answer.status == SERVING
         key = key_file.read_text().strip()
         tls = Tls(authority.cert, own.cert, own.key)
@@ -69,7 +69,7 @@ def test_mutual_tls_and_keys_with_others_clients(tmp_path: Path, free_port: Call
         for wrong_key, wrong_tls, code in ((None, tls, "UNAUTHENTICATED"), (key, Tls(authority.cert), "UNAVAILABLE"),
                                            (key, None, "UNAVAILABLE")):
             with connect(server.target, wrong_key, wrong_tls) as channel, pytest.raises(grpc.RpcError) as refused:
-                rpc.InferenceServiceStub(channel).GetLoad(model_pb2.GetLoadRequest(), timeout=10)
+                rpc.InferenceServiceStub(channel).GetLoad(model_pb2.GetLoadRequest(), timeout=60)
             assert refused.value.code().name == code
         files = ("--tls-ca", str(authority.cert), "--tls-cert", str(own.cert), "--tls-key", str(own.key))
         ask = (*cli, "generate", "Once upon a time", "--max-tokens=8", "--temperature=0", f"--target={server.target}")
@@ -117,7 +117,7 @@ def test_bad_requests_of_any_language_are_invalid_argument_by_field(server: Serv
         (b"\x2a\x08\x0a\x06\x0a\x04user", "FAILED_PRECONDITION", "chat: the served model has no chat template"),
     ):
         with pytest.raises(grpc.RpcError) as refused:
-            raw(data, timeout=30)
+            raw(data, timeout=60)
         assert (refused.value.code().name, refused.value.details()[: len(said)]) == (code, said)
     assert len(streamed(server.stub, request("Once upon a time", 4))[1]) == 4
     until(lambda: counts() == [before[0] + 5, before[1] + 1], server)
@@ -190,4 +190,4 @@ def test_a_drain_on_demand(tmp_path: Path) -> None:
         admin_service_pb2_grpc.AdminServiceStub(server.channel).Drain(drain)
         asking.join(90)
         assert len(answer) == 200
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0

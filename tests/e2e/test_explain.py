@@ -49,7 +49,7 @@ class Asker:
 
     def seconds(self, name: str) -> dict[str, float]:
         """Return the seconds of each cause, the longest first."""
-        response = self._admin.ExplainRequest(admin.ExplainRequestRequest(request_id=name), timeout=30)
+        response = self._admin.ExplainRequest(admin.ExplainRequestRequest(request_id=name), timeout=60)
         (explained,) = response.requests
         assert explained.complete
         causes = {admin.DelayCause.Name(delay.cause).removeprefix("DELAY_CAUSE_").lower():
@@ -106,7 +106,7 @@ def test_explain_of_a_live_request_says_so(counting: Server, keys: dict[str, str
         call = Asker(channel).start("live", 450)
         time.sleep(0.3)
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
-        (explained,) = stub.ExplainRequest(admin.ExplainRequestRequest(request_id="live"), timeout=30).requests
+        (explained,) = stub.ExplainRequest(admin.ExplainRequestRequest(request_id="live"), timeout=60).requests
         call.cancel()
     assert explained.live
     assert 0 < explained.generated_tokens < 450

@@ -34,7 +34,7 @@ def asked(server: Target, name: str, message: Any) -> str:
     kind = server.server.channel.unary_stream if method.server_streaming else server.server.channel.unary_unary
     call = kind(name, request_serializer=type(message).SerializeToString)
     try:
-        answer = call(message, timeout=30)
+        answer = call(message, timeout=60)
         list(answer) if method.server_streaming else None
     except grpc.RpcError as error:
         return str(error.code().name)
@@ -103,15 +103,15 @@ def test_lone_surrogates_in_a_chats_json_are_invalid_argument_by_field(server: T
     for field, strings in (("chat.tools[0]", ask.chat.tools), (calls, message.tool_calls)):
         strings.append(r'{"function": {"name": "\ud800"}}')
         with pytest.raises(grpc.RpcError) as refused:
-            server.server.stub.Generate(ask, timeout=30)
+            server.server.stub.Generate(ask, timeout=60)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert refused.value.details() == f"{field}: must be valid Unicode, got the lone surrogate U+D800"
         strings[0] = r'{"function": {"name": "\ud83d\ude00"}}'
-        assert server.server.stub.Generate(ask, timeout=30).finish.usage.generated_tokens
+        assert server.server.stub.Generate(ask, timeout=60).finish.usage.generated_tokens
         del strings[:]
     message.role = "bot"
     with pytest.raises(grpc.RpcError) as refused:
-        server.server.stub.Generate(ask, timeout=30)
+        server.server.stub.Generate(ask, timeout=60)
     assert refused.value.details() == (
         "chat.messages[1].role: must be one of assistant, system, tool, user; got 'bot'")
     server.settle()
@@ -132,5 +132,5 @@ def test_special_tokens_of_a_message_are_text(server: Target) -> None:
     lengths = []
     for parse in (False, True):
         ask.parse_special_tokens = parse
-        lengths.append(stub.Generate(ask, timeout=30).finish.usage.prompt_tokens)
+        lengths.append(stub.Generate(ask, timeout=60).finish.usage.prompt_tokens)
     assert lengths[0] > lengths[1]

@@ -71,7 +71,7 @@ class Subscriber:
     def wait_until_idle(self) -> None:
         """Wait until the server is idle and all its events have arrived."""
         self._idle.clear()
-        assert self._idle.wait(30)
+        assert self._idle.wait(60)
         assert self.error is None
 
     def prefix(self, tokens: list[int]) -> int:

@@ -37,7 +37,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 def health(server: Server, service: str = "npuserve.readiness") -> int:
     stub = health_pb2_grpc.HealthStub(server.channel)
-    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
+    return stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60).status
 
 
 def is_serving(server: Server) -> bool:
@@ -85,7 +85,7 @@ def test_health_while_loading_and_watch(server: Server, slow_load: Path) -> None
     assert health(server, "npuserve.liveness") == SERVING
     assert health(server) == NOT_SERVING
     with pytest.raises(grpc.RpcError) as early:
-        server.stub.Generate(request("Once", 4), timeout=10)
+        server.stub.Generate(request("Once", 4), timeout=60)
     assert early.value.code() == grpc.StatusCode.UNAVAILABLE
     seen = []
     watch = health_pb2_grpc.HealthStub(server.channel).Watch(health_pb2.HealthCheckRequest(service=""), timeout=90)
@@ -96,7 +96,7 @@ def test_health_while_loading_and_watch(server: Server, slow_load: Path) -> None
             watch.cancel()
             break
     assert seen == [NOT_SERVING, SERVING]
-    assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
+    assert server.stub.Generate(request("Once", 4), timeout=60).finish.usage.generated_tokens == 4
 
 
 def test_engine_death_is_a_pause(server: Server, slow_load: Path) -> None:
@@ -116,7 +116,7 @@ def test_engine_death_is_a_pause(server: Server, slow_load: Path) -> None:
         time.sleep(0.005)
     assert health(server, "npuserve.liveness") == SERVING
     with pytest.raises(grpc.RpcError) as refused:
-        server.stub.Generate(request("Once", 4), timeout=10)
+        server.stub.Generate(request("Once", 4), timeout=60)
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     slow_load.unlink()
     asking.join(60)
@@ -254,7 +254,7 @@ def test_serve_hub_name_in_the_cache_is_served(two_front_ends: Server) -> None:
     pid = children(server)["frontend"]
     os.kill(pid, signal.SIGKILL)
     until(lambda: pid not in children(server).values() and is_serving(server))
-    assert server.stub.Generate(request("Once", 4), timeout=30).finish.usage.generated_tokens == 4
+    assert server.stub.Generate(request("Once", 4), timeout=60).finish.usage.generated_tokens == 4
 
 
 def test_sigterm_lets_streams_end(two_front_ends: Server) -> None:
@@ -265,7 +265,7 @@ def test_sigterm_lets_streams_end(two_front_ends: Server) -> None:
     server.process.send_signal(signal.SIGTERM)
     tokens += sum(len(part.token_ids) for part in call)
     assert tokens == 400
-    assert server.process.wait(30) == 0
+    assert server.process.wait(60) == 0
 
 
 def test_sigterm_to_all_processes_lets_streams_end_without_a_restart() -> None:
@@ -277,7 +277,7 @@ def test_sigterm_to_all_processes_lets_streams_end_without_a_restart() -> None:
             os.kill(pid, signal.SIGTERM)
         tokens += sum(len(part.token_ids) for part in call)
         assert tokens == 400
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         assert "starting it again" not in server.log
 
 
@@ -300,7 +300,7 @@ def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
             assert health(server, "npuserve.liveness") == SERVING
             assert health(server) == NOT_SERVING
             with pytest.raises(grpc.RpcError) as early:
-                server.stub.Generate(request("Once", 4), timeout=10)
+                server.stub.Generate(request("Once", 4), timeout=60)
             assert early.value.code() == grpc.StatusCode.UNAVAILABLE
             started = children(server)
             server.process.send_signal(number)

@@ -171,8 +171,8 @@ def test_no_stream_is_cut_when_a_pod_is_deleted(container: Container, channel: g
     code, killed = container.terminate(before_signal)
     left = time.monotonic()
     for stream in last:
-        stream.join(30)
-    watching.join(30)
+        stream.join(60)
+    watching.join(60)
 
     assert [text for stream in earlier + last for text in stream.cut] == []
     assert (code, killed) == (0, False), container.log

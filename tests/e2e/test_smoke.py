@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, slow: Path) -> Iterator[Ser
 @pytest.fixture(scope="module")
 def answer(server: Server) -> pb.GenerateResponse:
     """Greedy answer of 32 tokens."""
-    answer: pb.GenerateResponse = server.stub.Generate(request(PROMPT, 32), timeout=30)
+    answer: pb.GenerateResponse = server.stub.Generate(request(PROMPT, 32), timeout=60)
     return answer
 
 
@@ -65,14 +65,14 @@ def is_idle(server: Server) -> bool:
 def test_health_of_a_ready_server_is_serving(server: Server) -> None:
     stub = health_pb2_grpc.HealthStub(server.channel)
     for service in ("", "npuserve.liveness", "npuserve.readiness"):
-        checked = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+        checked = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
         assert checked.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_unary_answer_is_the_text_of_its_tokens(server: Server, answer: pb.GenerateResponse) -> None:
     assert len(answer.token_ids) == answer.finish.usage.generated_tokens == 32
     assert answer.finish.reason == pb.FINISH_REASON_LENGTH
-    decoded = server.stub.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=answer.token_ids), timeout=10)
+    decoded = server.stub.Detokenize(tokenize_pb2.DetokenizeRequest(token_ids=answer.token_ids), timeout=60)
     assert decoded.text.strip() == answer.text.strip() != ""
 
 
@@ -85,7 +85,7 @@ def test_chat_is_the_templates_prompt(server: Server, answer: pb.GenerateRespons
     ask = request("", 32)
     ask.chat.messages.add(role="user", content="Once upon")
     ask.chat.messages.add(role="user", content=" a time")
-    chat = server.stub.Generate(ask, timeout=30)
+    chat = server.stub.Generate(ask, timeout=60)
     assert list(chat.token_ids) == list(answer.token_ids)
     assert chat.finish.usage.prompt_tokens == answer.finish.usage.prompt_tokens
 
@@ -99,15 +99,15 @@ def test_stop_string_ends_the_text_before_it(server: Server, answer: pb.Generate
 
 def test_samples_are_the_answers_to_their_seeds(server: Server) -> None:
     ask = request(PROMPT, 12, temperature=4.0, seed=5, n=3)
-    samples = server.stub.Generate(ask, timeout=30).samples
-    alone = [server.stub.Generate(request(PROMPT, 12, temperature=4.0, seed=5 + index), timeout=30).text
+    samples = server.stub.Generate(ask, timeout=60).samples
+    alone = [server.stub.Generate(request(PROMPT, 12, temperature=4.0, seed=5 + index), timeout=60).text
              for index in range(3)]
     assert [sample.text for sample in samples] == alone
     assert len(set(alone)) == 3
 
 
 def test_logprobs_of_a_greedy_answer_have_the_chosen_token_first(server: Server) -> None:
-    whole = server.stub.Generate(request(PROMPT, 8, logprobs=3, prompt_logprobs=1), timeout=30)
+    whole = server.stub.Generate(request(PROMPT, 8, logprobs=3, prompt_logprobs=1), timeout=60)
     assert [position.chosen.token_id for position in whole.logprobs] == list(whole.token_ids)
     for position in whole.logprobs:
         assert (position.top[0].token_id, position.chosen.rank) == (position.chosen.token_id, 1)
@@ -124,7 +124,7 @@ def test_constraint_is_satisfied(server: Server) -> None:
 
 def test_repeated_prompt_is_found_in_the_prefix_cache(server: Server) -> None:
     ask = request([7] * 200, 4, ignore_eos=True)
-    first, second = (server.stub.Generate(ask, timeout=30) for _ in range(2))
+    first, second = (server.stub.Generate(ask, timeout=60) for _ in range(2))
     assert (first.finish.usage.cached_tokens, list(first.token_ids)) == (0, list(second.token_ids))
     assert second.finish.usage.cached_tokens >= 64
 
@@ -152,7 +152,7 @@ def test_deadline_ends_the_answer_with_its_output(server: Server, slow: Path, an
     ({"regex": "("}, "regex")])
 def test_bad_input_is_refused_by_the_name_of_its_field(server: Server, fields: dict[str, object], field: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        server.stub.Generate(request(PROMPT, **fields), timeout=30)  # type: ignore[arg-type]
+        server.stub.Generate(request(PROMPT, **fields), timeout=60)  # type: ignore[arg-type]
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     named = []
     for detail in rpc_status.from_call(refused.value).details:
@@ -163,17 +163,17 @@ def test_bad_input_is_refused_by_the_name_of_its_field(server: Server, fields: d
 
 
 def test_model_info_and_tokens_of_a_chat(server: Server) -> None:
-    info = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest(), timeout=10)
+    info = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest(), timeout=60)
     assert info.family == "Qwen3ForCausalLM"
     chat = prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user", content=PROMPT)])
-    whole, text = (server.stub.Tokenize(tokenize_pb2.TokenizeRequest(**prompt), timeout=10).token_ids
+    whole, text = (server.stub.Tokenize(tokenize_pb2.TokenizeRequest(**prompt), timeout=60).token_ids
                    for prompt in ({"chat": chat}, {"text": PROMPT}))
     assert list(whole) == list(text)
 
 
 def test_metrics_page_counts_a_requests_tokens(server: Server) -> None:
     before = server.metric("npuserve_generation_tokens_total")
-    server.stub.Generate(request(PROMPT, 16, ignore_eos=True), timeout=30)
+    server.stub.Generate(request(PROMPT, 16, ignore_eos=True), timeout=60)
     until(lambda: server.metric("npuserve_generation_tokens_total") == before + 16, server)
     with urllib.request.urlopen(server.metrics_url) as page:
         assert "# TYPE npuserve_time_to_first_token_seconds histogram" in page.read().decode()
@@ -198,5 +198,5 @@ def test_sigterm_exits_0_after_running_streams(server: Server) -> None:
     tokens = len(next(call).token_ids)
     server.process.send_signal(signal.SIGTERM)
     assert tokens + sum(len(part.token_ids) for part in call) == 200
-    assert server.process.wait(30) == 0
+    assert server.process.wait(60) == 0
     assert "Traceback" not in server.log

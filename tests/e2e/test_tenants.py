@@ -67,7 +67,7 @@ def administer(channel: grpc.Channel) -> list[str]:
         (stub.Abort, admin.AbortRequest(request_id="none")), (stub.Drain, drain),
     ):
         try:
-            method(message, timeout=30)
+            method(message, timeout=60)
             found.append("OK")
         except grpc.RpcError as error:
             found.append(code_of(error))
@@ -80,18 +80,18 @@ GRANTED = ["OK", "OK", "NOT_FOUND", "INVALID_ARGUMENT"]
 
 def test_priority_beyond_the_keys_range_is_refused(server: Server, keys: dict[str, str]) -> None:
     with calling(server, keys["alice"]) as channel, pytest.raises(grpc.RpcError) as refused:
-        rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
+        rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=60)
     assert code_of(refused.value) == "INVALID_ARGUMENT"
     assert refused.value.details() == "scheduling.priority: must be in [0, 100], got -100"
     with calling(server, keys["urgent"]) as channel:
-        rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=30)
+        rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=60)
 
 
 @pytest.mark.slow
 def test_without_keys_priority_has_the_settings_range_and_administration_is_off() -> None:
     with serving("--min-priority=-5", "--max-priority", "5", **COUNTING) as server:
         with pytest.raises(grpc.RpcError) as refused:
-            server.stub.Generate(request("Once", 2, priority=6), timeout=30)
+            server.stub.Generate(request("Once", 2, priority=6), timeout=60)
         assert refused.value.details() == "scheduling.priority: must be in [-5, 5], got 6"
         assert administer(server.channel) == DENIED
         assert server.process.poll() is None
@@ -195,14 +195,14 @@ def test_request_ids_of_tenants_are_apart(server: Server, keys: dict[str, str]) 
         for name, stream in streams.items():
             assert dict(stream.initial_metadata()).get("x-request-id") == "job-1", name
         with pytest.raises(grpc.RpcError) as refused:
-            stubs["alice"].Generate(ask, timeout=30)
+            stubs["alice"].Generate(ask, timeout=60)
         assert code_of(refused.value) == "ALREADY_EXISTS"
         # An administrator names whose request is meant.
         stub = admin_service_pb2_grpc.AdminServiceStub(channels["root"])
         with pytest.raises(grpc.RpcError) as refused:
-            stub.Abort(admin.AbortRequest(request_id="job-1"), timeout=30)
+            stub.Abort(admin.AbortRequest(request_id="job-1"), timeout=60)
         assert refused.value.details().startswith("client: must be set")
-        stub.Abort(admin.AbortRequest(request_id="job-1", client="bob"), timeout=30)
+        stub.Abort(admin.AbortRequest(request_id="job-1", client="bob"), timeout=60)
         reasons = {name: list(stream)[-1].finish.reason for name, stream in streams.items()}
         assert reasons == {"alice": 4, "bob": 6}  # LENGTH, ABORTED
 

@@ -89,7 +89,7 @@ def private_folder(parent: Path) -> Path:
 
 def call(server: Server, key: str) -> grpc.StatusCode:
     try:
-        server.stub.Generate(PROMPT, timeout=30, metadata=[("authorization", f"Bearer {key}")])
+        server.stub.Generate(PROMPT, timeout=60, metadata=[("authorization", f"Bearer {key}")])
     except grpc.RpcError as error:
         return error.code()
     return grpc.StatusCode.OK
@@ -178,7 +178,7 @@ def test_sigterm_to_all_processes_while_the_engine_loads_again(load_file: Path, 
         else:
             with pytest.raises(grpc.RpcError, match="its output is lost"):
                 list(call)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         assert server.log.count("starting it again") == 1
 
 
@@ -306,7 +306,7 @@ def test_full_log_pipe_stops_nothing(free_port: Callable[[], int]) -> None:
                 ask = request("Once upon a time there was a little girl. " * 20, 2, ignore_eos=True)
                 assert stub.Generate(ask, timeout=60).finish.usage.generated_tokens == 2
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
@@ -314,7 +314,7 @@ def test_full_log_pipe_stops_nothing(free_port: Callable[[], int]) -> None:
 
 def answers(stub: inference_service_pb2_grpc.InferenceServiceStub) -> bool:
     try:
-        stub.Generate(PROMPT, timeout=10)
+        stub.Generate(PROMPT, timeout=60)
     except grpc.RpcError:
         return False
     return True
@@ -348,7 +348,7 @@ def test_orphans_of_the_engine_are_reaped(in_namespace: bool, load_file: Path) -
         Path(f"{load_file}.end").touch()
         until(lambda: not adopted(), server)
         os.kill(supervisor, signal.SIGTERM)  # unshare does not forward signals
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
 
 
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="no program setpriv")

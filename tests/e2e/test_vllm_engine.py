@@ -153,7 +153,7 @@ def test_abort_in_mid_stream_through_any_connection(server: Server) -> None:
             vllm_request("Once", 480, ignore_eos=True, stream=True, request_id=name), timeout=100)
         messages = [next(call)]
         with connection(server.target) as channel:
-            engine_stub(channel).Abort(vllm.AbortRequest(request_ids=[name, "unknown"]), timeout=30)
+            engine_stub(channel).Abort(vllm.AbortRequest(request_ids=[name, "unknown"]), timeout=60)
         messages += call
         (found,) = join(messages).values()
         assert found.reason == "abort"
@@ -189,7 +189,7 @@ def test_get_model_info_describes_the_model_in_both_services(server: Server) -> 
 
 
 def test_get_tokenizer_is_the_folder_and_loads(server: Server, tmp_path: Path) -> None:
-    chunks = list(engine_stub(server.channel).GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=30))
+    chunks = list(engine_stub(server.channel).GetTokenizer(common_pb2.GetTokenizerRequest(), timeout=60))
     assert len(chunks) >= 1
     with zipfile.ZipFile(io.BytesIO(b"".join(chunk.data for chunk in chunks))) as archive:
         archive.extractall(tmp_path)
@@ -209,8 +209,8 @@ def test_drain_answers_unavailable_at_once_and_ends_running_streams() -> None:
         messages = [next(call)]
         server.process.send_signal(signal.SIGTERM)
         until(lambda: "draining" in server.log, server)
-        for refuse in (lambda: stub.HealthCheck(vllm.HealthCheckRequest(), timeout=10),
-                       lambda: next(stub.Generate(vllm_request("Once", 4), timeout=10))):
+        for refuse in (lambda: stub.HealthCheck(vllm.HealthCheckRequest(), timeout=60),
+                       lambda: next(stub.Generate(vllm_request("Once", 4), timeout=60))):
             with pytest.raises(grpc.RpcError, match="draining") as refused:
                 refuse()
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -227,7 +227,7 @@ def test_queue_full_is_resource_exhausted_before_any_metadata() -> None:
             held.append(stub.Generate(vllm_request("Once", 500, ignore_eos=True, stream=True), timeout=100))
             held[-1].initial_metadata()
         with pytest.raises(grpc.RpcError) as refused:
-            next(stub.Generate(vllm_request("Once", 4, stream=True), timeout=10))
+            next(stub.Generate(vllm_request("Once", 4, stream=True), timeout=60))
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "x-request-id" not in dict(refused.value.initial_metadata())
         for call in held:

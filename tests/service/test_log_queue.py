@@ -39,7 +39,7 @@ def test_log_queue_full_pipe_drops_lines_then_continues(monkeypatch: pytest.Monk
         assert queue.put(line)
         queue.flush(30)
         stream.close()
-        read.join(30)
+        read.join(60)
         assert not read.is_alive()
 
 

@@ -135,6 +135,6 @@ def delay_proxy_process(
         yield pipe.recv()
     finally:
         pipe.close()
-        process.join(10)
+        process.join(60)
         process.kill()
         process.join()

@@ -81,7 +81,7 @@ async def whole_server(
     finally:
         await frontend.stop()
         engine.stop()
-        thread.join(10)
+        thread.join(60)
     assert not thread.is_alive()
     scheduler.check_integrity()
     engine.registry.check_integrity()

@@ -233,7 +233,7 @@ def served_elsewhere(service: FakeService) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert up.wait(20)
+    assert up.wait(60)
     try:
         yield target[0]
     finally:

@@ -107,7 +107,7 @@ def ended_as_unavailable(asked: Asked) -> None:
 def nothing_leaked(server: Server, before: dict[str, int]) -> None:
     """Check that processes, blocks and gauges are as at the start."""
     gauges = ("requests_running", "requests_waiting", "kv_cache_usage_ratio", "stream_buffered_tokens")
-    deadline = time.monotonic() + 10  # until the next heartbeat
+    deadline = time.monotonic() + 60  # until the next heartbeat
     while any(server.metric(f"npuserve_{gauge}") for gauge in gauges):
         assert time.monotonic() < deadline, [server.metric(f"npuserve_{gauge}") for gauge in gauges]
         time.sleep(0.1)
@@ -256,13 +256,13 @@ def test_a_hang_ends_when_the_device_continues(survivor: tuple[Server, Path]) ->
     asked = Asked(server, PROMPTS[:1], max_tokens=LONG, ignore_eos=True)
     asked.running()
     faulty.tell(folder, "hang")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while health(server) != NOT_SERVING:
         assert time.monotonic() < deadline, server.log
         time.sleep(0.05)
     assert health(server, "npuserve.liveness") == SERVING
     with pytest.raises(grpc.RpcError, match="the engine does not answer") as refused:
-        server.stub.Generate(request("Once", 4), timeout=10)
+        server.stub.Generate(request("Once", 4), timeout=60)
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     faulty.tell(folder, "heal")
     assert asked.join() == [(expected, None)]

@@ -89,7 +89,7 @@ class Gateway:
     def get(self, path: str) -> Any:
         """Return the JSON of a page; None if there is no answer yet."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=10) as page:
+            with urllib.request.urlopen(self.url + path, timeout=60) as page:
                 return json.loads(page.read())
         except (urllib.error.URLError, ConnectionError, ValueError):
             return None

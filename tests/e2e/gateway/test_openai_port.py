@@ -67,7 +67,7 @@ class OpenAIServer:
         call = urllib.request.Request(self.url + path, data, {"content-type": "application/json", **headers})
         context = ssl._create_unverified_context() if self.url.startswith("https") else None
         try:
-            with urllib.request.urlopen(call, timeout=30, context=context) as reply:
+            with urllib.request.urlopen(call, timeout=60, context=context) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -143,11 +143,11 @@ def test_no_other_process_may_use_the_way_of_smg(served: OpenAIServer) -> None:
                                   (stub.HealthCheck, vllm.HealthCheckRequest()),
                                   (stub.Abort, vllm.AbortRequest(request_ids=["a"]))):
                 with pytest.raises(grpc.RpcError) as error:
-                    call(message, timeout=20)
+                    call(message, timeout=60)
                 assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
                 assert "port of gRPC" in error.value.details()
             with pytest.raises(grpc.RpcError) as error:
-                list(stub.Generate(vllm.GenerateRequest(request_id="a"), timeout=20))
+                list(stub.Generate(vllm.GenerateRequest(request_id="a"), timeout=60))
             assert error.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 

@@ -34,7 +34,7 @@ class Worker:
 
     def wait_for(self, count: int) -> dict[str, Any]:
         """Wait until `count` calls have ended; return the line of the last one."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while len(lines := self.requests()) < count:
             assert time.monotonic() < deadline, self.server.log
             time.sleep(0.02)

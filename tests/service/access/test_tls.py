@@ -70,14 +70,14 @@ async def refused(server: Running, credentials: grpc.ChannelCredentials) -> None
     """Assert that the handshake fails."""
     async with connected(server, credentials) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await stub.GetLoad(model_pb2.GetLoadRequest(), timeout=10)
+            await stub.GetLoad(model_pb2.GetLoadRequest(), timeout=60)
         assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 async def answered(server: Running, credentials: grpc.ChannelCredentials) -> None:
     """Assert that a call on a new connection is answered."""
     async with connected(server, credentials) as stub:
-        assert (await stub.Generate(ask("a", 3), timeout=10)).text == "bcd"
+        assert (await stub.Generate(ask("a", 3), timeout=60)).text == "bcd"
 
 
 async def test_tls_client_trusting_authority_is_served(tmp_path: Path, files: Pair, other: Authority,
@@ -87,7 +87,7 @@ async def test_tls_client_trusting_authority_is_served(tmp_path: Path, files: Pa
         await refused(server, trust(other))
         async with grpc.aio.insecure_channel(server.target) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as plain:
-                await rpc.InferenceServiceStub(channel).GetLoad(model_pb2.GetLoadRequest(), timeout=10)
+                await rpc.InferenceServiceStub(channel).GetLoad(model_pb2.GetLoadRequest(), timeout=60)
             assert plain.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
@@ -124,7 +124,7 @@ async def test_tls_in_a_drain_answers_clients_that_reconnect(tmp_path: Path, fil
             await until(lambda: len(server.frontend._servers._servers) == 2)
             async with connected(server, trust(authority)) as stub:
                 with pytest.raises(grpc.aio.AioRpcError, match="draining"):
-                    await stub.Generate(ask(), wait_for_ready=True, timeout=10)
+                    await stub.Generate(ask(), wait_for_ready=True, timeout=60)
         finally:
             server.engine.hold.set()
         assert "".join([part.text async for part in stream]) == "bc"

@@ -180,7 +180,7 @@ def test_slow_mask_holds_up_no_other_stream(tmp_path: Path, overlap: bool, monke
     go_on, fill = threading.Event(), FakeMatcher.fill
 
     def fill_late(self: FakeMatcher, bits: npt.NDArray[np.int32]) -> None:
-        assert self._key != 3 or len(self.tokens) != 2 or go_on.wait(20)
+        assert self._key != 3 or len(self.tokens) != 2 or go_on.wait(60)
         fill(self, bits)
 
     monkeypatch.setattr(FakeMatcher, "fill", fill_late)

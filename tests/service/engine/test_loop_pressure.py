@@ -43,7 +43,7 @@ class Gated(FakeRunner):
 
     def collect(self, handle: tuple[StepResult, float]) -> StepResult:
         if handle[0] is self._held:
-            assert self.gate.wait(20)
+            assert self.gate.wait(60)
         return super().collect(handle)
 
 
@@ -74,7 +74,7 @@ class Gate:
     def __exit__(self, *error: object) -> None:
         self.runner.gate.set()
         self.engine.stop()
-        self.thread.join(10)
+        self.thread.join(60)
         assert not self.thread.is_alive()
         self.scheduler.check_integrity()
 

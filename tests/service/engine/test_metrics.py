@@ -49,7 +49,7 @@ class HeldRunner(FakeRunner):
         return self.released.is_set()
 
     def collect(self, handle: tuple[StepResult, float]) -> StepResult:
-        assert self.released.wait(20)
+        assert self.released.wait(60)
         return super().collect(handle)
 
 

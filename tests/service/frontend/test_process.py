@@ -68,11 +68,11 @@ class Process:
         assert self.process.stdout
         event = json.loads(self.process.stdout.readlines()[-1])
         assert event["event"] == "unusable"
-        return self.process.wait(30), event["error"]
+        return self.process.wait(60), event["error"]
 
     def end(self) -> tuple[int, str]:
         """Wait for the exit with stdin open; return exit code and stderr."""
-        code = self.process.wait(30)
+        code = self.process.wait(60)
         assert self.process.stderr
         return code, self.process.stderr.read()
 

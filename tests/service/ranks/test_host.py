@@ -176,7 +176,7 @@ def test_signal_while_the_main_thread_has_a_lock_ends_a_host(monkeypatch: pytest
     handling = threading.Thread(target=interrupted, daemon=True)
     handling.start()
     for thread in (handling, running):
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
 
 

@@ -84,7 +84,7 @@ def test_rows_do_not_wait_for_the_mask_of_another_grammar(depth: int, monkeypatc
     others = [harness.add([2, number], 9) for number in range(3)]
 
     def fill_late(self: FakeMatcher, bits: Any) -> None:
-        assert ended.wait(20)
+        assert ended.wait(60)
         fill(self, bits)
 
     monkeypatch.setattr(FakeMatcher, "fill", fill_late)
@@ -106,7 +106,7 @@ def test_deferred_row_is_computed_again_once_and_its_block_is_shared_later(monke
     planned, fill = threading.Event(), FakeMatcher.fill
 
     def fill_late(self: FakeMatcher, bits: Any) -> None:
-        assert planned.wait(20)
+        assert planned.wait(60)
         fill(self, bits)
 
     monkeypatch.setattr(FakeMatcher, "fill", fill_late)

@@ -114,7 +114,7 @@ async def test_engine_client_restore_ends_with_its_connection() -> None:
     await asyncio.sleep(0)
     assert [type(message) for message in written] == [Restore]
     client._on_disconnect()
-    await asyncio.wait([client._restoring], timeout=10)
+    await asyncio.wait([client._restoring], timeout=60)
     assert client._restoring.cancelled()
     assert len(written) == 1
 

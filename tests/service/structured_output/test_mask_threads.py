@@ -26,7 +26,7 @@ class Waiting:
         assert size == 77
         self.thread = threading.get_ident()
         self.begun.set()
-        assert self.release.wait(20)
+        assert self.release.wait(60)
         self._made.append(self)
         self.is_prepared = True
         return False
@@ -55,7 +55,7 @@ def test_wait_is_limited_and_late_answers_come_first() -> None:
     threads.prepare([next_one, slow], 0.0)
     assert (next_one.is_prepared, late.is_set()) == (False, False)
     slow.release.set()
-    assert late.wait(20)
+    assert late.wait(60)
     threads.wait()
     assert made == [slow, next_one]
     assert (held.in_use, bool(threads._unfinished)) == (False, False)
@@ -67,7 +67,7 @@ def test_slow_lexer_holds_up_no_other(num_slow: int) -> None:
     threads, held, free = MaskThreads(77), Lexer(), Lexer()
     slow = [Waiting(held, made, is_held=True) for _ in range(num_slow)]
     threads.prepare(slow, 0.0)
-    assert slow[0].begun.wait(20)
+    assert slow[0].begun.wait(60)
     for _ in range(20):
         threads.prepare([answer := Waiting(free, made)], 10)
         assert made[-1:] == [answer]
@@ -174,7 +174,7 @@ def test_answers_without_a_further_thread_are_prepared(monkeypatch: pytest.Monke
         threads.prepare([answer := Waiting(held, made)], 0.0)
     assert (made, answer.thread, held.in_use) == ([answer], threading.get_ident(), False)
     threads.prepare([slow := Waiting(held, made, is_held=True)], 0.0)
-    assert slow.begun.wait(20)
+    assert slow.begun.wait(60)
     with monkeypatch.context() as limited:
         limited.setattr(threading.Thread, "start", start)
         threads.prepare([queued := Waiting(Lexer(), made)], 0.0)

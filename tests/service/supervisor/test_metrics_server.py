@@ -27,13 +27,13 @@ def server() -> Iterator[MetricsServer]:
 
 def get(server: MetricsServer, **headers: str) -> bytes:
     request = urllib.request.Request(f"http://127.0.0.1:{server.port}/metrics", headers=headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return bytes(answer.read())
 
 
 def raw(server: MetricsServer, sent: bytes) -> bytes:
     """Return all that the server sends until it closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(sent)
         found = b""
         with contextlib.suppress(ConnectionResetError):
@@ -83,7 +83,7 @@ def test_metrics_server_too_many_connections_closes_oldest(
     monkeypatch.setattr(metrics_server, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(metrics_server, "EXCHANGE_SECONDS", 600)
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
                 for _ in range(9)]
         assert b"answer" in get(server)
         for connection in idle[:6]:  # the last three and the scraper's make four
@@ -144,7 +144,7 @@ def test_metrics_server_listens_on_every_address_of_its_host(monkeypatch: pytest
     monkeypatch.undo()
     try:
         for address in ("127.0.0.1", "127.0.0.2"):
-            with urllib.request.urlopen(f"http://{address}:{server.port}/metrics", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://{address}:{server.port}/metrics", timeout=60) as answer:
                 assert answer.read() == b"answer 42.0\n"
     finally:
         server.close()

@@ -152,7 +152,7 @@ def test_supervisor_children_get_arguments_and_private_folder(supervise: Callabl
     assert run.said(r"ready in \d+\.\d s")[0]["kv_cache_tokens"] == 77
     assert run.said("engine said")[0]["text"] == "output of a library"
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(20) == 0
+    assert run.process.wait(60) == 0
     assert not run.folder().exists()
 
 
@@ -160,7 +160,7 @@ def test_supervisor_drain_stops_front_ends_before_engine(supervise: Callable[...
     run = supervise(front="live:0.3")
     run.until_up()
     run.process.terminate()
-    assert run.process.wait(20) == 0
+    assert run.process.wait(60) == 0
     assert [entry for entry in run.journal() if entry[1] not in ("started", "beating")] == [
         ("front", "stopping", {"drain": 5.0}), ("front", "stopped", {}),
         ("engine", "stopping", {"stop": True}), ("engine", "stopped", {})]
@@ -172,7 +172,7 @@ def test_supervisor_drain_requested_by_front_end(supervise: Callable[..., Run]) 
     run = supervise(front="live drain:7", frontends=2, engine="live:0.3")
     run.until(lambda: run.journal("engine", "stopping"))
     run.process.terminate()
-    assert run.process.wait(20) == 0
+    assert run.process.wait(60) == 0
     assert [facts for _, _, facts in run.journal("front", "stopping")] == [{"drain": 7.0}] * 2
     assert len(run.journal("engine", "stopped")) == 1
 
@@ -254,7 +254,7 @@ def test_supervisor_noisy_child_is_no_hang(supervise: Callable[..., Run]) -> Non
 @pytest.mark.slow
 def test_supervisor_repeated_hangs_gives_up(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="hang:2", hang_seconds=0.2)
-    assert run.process.wait(30) == 1
+    assert run.process.wait(60) == 1
     assert len(run.journal("engine", "started")) == 5
     # Without an engine there is nothing to drain.
     assert [facts for _, _, facts in run.journal("front", "stopping")] == [{"drain": 0.0}]
@@ -292,7 +292,7 @@ def test_supervisor_repeated_crashes_are_restarted(supervise: Callable[..., Run]
 
 def test_supervisor_repeated_failed_starts_gives_up(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="exit:3")
-    assert run.process.wait(30) == 1
+    assert run.process.wait(60) == 1
     assert len(run.journal("engine", "started")) == 5
     assert [line["pause"] for line in run.said("engine died")] == [0.01, 0.02, 0.04, 0.04]
     (last,) = run.said("giving up")
@@ -303,7 +303,7 @@ def test_supervisor_repeated_failed_starts_gives_up(supervise: Callable[..., Run
 def test_supervisor_crashes_of_a_found_request_do_not_count(supervise: Callable[..., Run]) -> None:
     """Four crashes, then one of the run that found the request, twice. Five in a row end the server."""
     run = supervise(engine="exit:3 exit:3 exit:3 exit:3 killer exit:3 exit:3 exit:3 killer exit:3")
-    assert run.process.wait(30) == 1
+    assert run.process.wait(60) == 1
     assert len(run.journal("engine", "started")) == 13
     assert [line["pause"] for line in run.said("engine died")][4] == 0.01
 
@@ -315,7 +315,7 @@ def test_supervisor_fatal_exit_code_stops_server(
 ) -> None:
     """An unusable configuration, or a device fault."""
     run = supervise(**children)
-    assert run.process.wait(20) == code
+    assert run.process.wait(60) == code
     assert all(len(run.journal(name, "started")) <= 1 for name in ("front", "engine"))
     assert not run.alive()
 
@@ -334,14 +334,14 @@ def test_supervisor_unusable_after_ready_is_retried(
     assert [line["why"] for line in run.said("died")] == ["died", *["unusable"] * 7]
     assert [line["pause"] for line in run.said("died")][1:] == [0.01, 0.02] + [0.04] * 5
     run.process.terminate()
-    assert run.process.wait(20) == 0
+    assert run.process.wait(60) == 0
 
 
 def test_supervisor_drain_timeout_kills_children(supervise: Callable[..., Run]) -> None:
     run = supervise(front="deaf", engine="deaf", drain_seconds=0.1, stop_seconds=0.2)
     run.until_up()
     run.process.terminate()
-    assert run.process.wait(20) == 1
+    assert run.process.wait(60) == 1
     assert not run.alive()
     assert not run.folder().exists()
 
@@ -352,7 +352,7 @@ def test_supervisor_second_signal_kills_children(supervise: Callable[..., Run]) 
     run.process.send_signal(signal.SIGINT)
     run.until(lambda: run.journal("front", "stopping"))
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(20) == 1
+    assert run.process.wait(60) == 1
     assert not run.alive()
 
 
@@ -360,7 +360,7 @@ def test_supervisor_signal_during_restart_stops_server(supervise: Callable[..., 
     run = supervise(engine="exit:1")
     run.until(lambda: run.journal("engine", "started"))
     run.process.terminate()
-    assert run.process.wait(20) == 0
+    assert run.process.wait(60) == 0
     assert not run.alive()
 
 
@@ -379,7 +379,7 @@ def test_supervisor_front_ends_share_port_of_first(supervise: Callable[..., Run]
     assert ports == {0: 0, 1: 4242, 2: 4242}
     assert len(run.said("listening on")) == 1
     run.process.terminate()
-    assert run.process.wait(20) == 0
+    assert run.process.wait(60) == 0
     assert len(run.journal("front", "stopped")) == 3
 
 

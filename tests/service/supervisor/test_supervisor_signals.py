@@ -23,7 +23,7 @@ def test_supervisor_hangup_drains_and_is_no_second_signal(supervise: Callable[..
     run.process.send_signal(number)
     run.until(lambda: run.journal("front", "stopping"))
     run.process.send_signal(signal.SIGHUP)
-    assert run.process.wait(20) == 0
+    assert run.process.wait(60) == 0
     assert [name for name, what, _ in run.journal() if what == "stopped"] == ["front", "engine"]
     assert not run.folder().exists()
 
@@ -44,5 +44,5 @@ def test_supervisor_engine_failed_for_good_in_a_drain_ends_the_drain(supervise: 
     run.process.terminate()
     run.until(lambda: run.journal("front", "draining"))
     os.kill(run.journal("engine", "started")[0][2]["pid"], signal.SIGKILL)
-    assert run.process.wait(20) == 4
+    assert run.process.wait(60) == 4
     assert len(run.journal("front", "stopped")) == 1

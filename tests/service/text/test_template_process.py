@@ -261,7 +261,7 @@ def test_template_process_replaces_a_killed_process_and_ends_with_its_owner(tmp_
     second = process._idle[0]._process
     assert second.pid != first.pid
     del process
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while second.poll() is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
