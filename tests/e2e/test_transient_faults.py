@@ -77,7 +77,7 @@ def kill(server: Server, pid: int) -> None:
 
 
 def until_serving(server: Server) -> None:
-    until(lambda: server.process.poll() is not None or is_serving(server))
+    until(lambda: server.process.poll() is not None or is_serving(server), server)
     assert server.process.poll() is None, server.log
     assert len(streamed(server.stub, PROMPT)[1]) == 8
 
@@ -112,7 +112,7 @@ def test_front_end_dies_while_the_keys_file_is_broken_keeps_the_old_keys(
         assert call(server, alice) is grpc.StatusCode.OK
         file.write_text("this is not TOML [")
         kill(server, children(server)["frontend"])
-        until(lambda: server.process.poll() is not None or is_serving(server))
+        until(lambda: server.process.poll() is not None or is_serving(server), server)
         assert server.process.poll() is None, server.log
         assert call(server, alice) is grpc.StatusCode.OK
         assert call(server, "nobody's") is grpc.StatusCode.UNAUTHENTICATED
