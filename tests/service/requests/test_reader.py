@@ -175,12 +175,12 @@ async def test_read_that_is_cancelled_frees_its_memory() -> None:
     assert readers.is_empty()
 
 
+@pytest.mark.usefixtures("no_measurements")
 async def test_read_that_is_cancelled_while_it_waits_leaves_the_queue_at_once() -> None:
     readers = Readers()
     calls = [readers.call("client", f"{n}") for n in range(FRESH_READS + 2)]
-    await until(lambda: len(readers.started) == FRESH_READS)
     waiting = readers.reader._waiting
-    assert waiting.shares.total_items == 2
+    await until(lambda: len(readers.started) == FRESH_READS and waiting.shares.total_items == 2)
     calls[-1][1].cancel()
     await until(calls[-1][1].done)
     assert waiting.shares.total_items == 1
