@@ -123,7 +123,7 @@ class QuantizedWeight(WeightForm):
         return replace(self, values=PackedWeight.pack(tensor_of(self.values)))
 
     def native_op(self, name: str) -> str:
-        return f"{name}_int8"
+        return packed_of(self.values).op(f"{name}_int8")
 
     def native_product(
         self, name: str, x: Tensor | Quantized, tensors: Sequence[Tensor | None], more: Sequence[Tensor | None],
@@ -135,7 +135,7 @@ class QuantizedWeight(WeightForm):
             calls.append(call)
         scales = x.scale, self.scale, self.sums, x.zero, self.zero, x.sums
         words = packed_of(self.values).words
-        return [*calls, (f"{name}_int8", self.dtype, [x.values, words, *tensors, *scales, *more], sizes)]
+        return [*calls, (self.native_op(name), self.dtype, [x.values, words, *tensors, *scales, *more], sizes)]
 
     def native_rows(self, ids: Tensor, out: Tensor) -> native.Call:
         words = packed_of(self.values).words

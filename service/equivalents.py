@@ -13,7 +13,7 @@ PARSERS = "none: parse_output of a request; the model's chat template decides th
 ALWAYS = "none: always on"
 MODEL = "{model} without a flag: npuserve serve MODEL"
 QUANTIZATION = (
-    "none: config.json says it. W8A8, W4A16 (compressed-tensors, AWQ, GPTQ) and ModelSlim (W8A8, W4A8 as int8) are "
+    "none: config.json says it. W8A8, W4A16 (compressed-tensors, AWQ, GPTQ) and ModelSlim (W8A8, W4A8) are "
     "served, on GPUs also float8, on CPUs also W4A8; npuserve quantize makes W8A8, W4A16 and W4A8")
 REPLICAS = "none: start several servers, replicas, behind a gateway, see docs/gateway.md"
 

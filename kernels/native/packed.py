@@ -16,14 +16,24 @@ from npuserve.kernels.native.binding import CONSTANTS, LANES
 log = logging.getLogger(__name__)
 
 
+NIBBLES_MULTIPLE = 8
+"""K of a weight of nibbles is a multiple of this."""
+
+
 def compacts(k: int, dtype: torch.dtype) -> bool:
     """Return True if weights [n, k] are packed compact: losslessly in 12.25 bits a number instead of 16."""
     return dtype == torch.bfloat16 and k % 8 == 0 and native.library().compact
 
 
-def packed_words(n: int, k: int, dtype: torch.dtype, compact: bool | None = None) -> int:
-    """Return the words of a packed weight [n, k]. compact: its form; None for that of `compacts`."""
+def packed_words(n: int, k: int, dtype: torch.dtype, compact: bool | None = None, *, nibbles: bool = False) -> int:
+    """Return the words of a packed weight [n, k].
+
+    compact: its form; None for that of `compacts`.
+    nibbles: see `PackedWeight`.
+    """
     panels, word = -(-n // LANES), CONSTANTS["WORD_BYTES"]
+    if nibbles:
+        return panels * (k // NIBBLES_MULTIPLE) * LANES
     if compacts(k, dtype) if compact is None else compact:
         blocks = -(-k // CONSTANTS["COMPACT_BLOCK"])
         return panels * (blocks * CONSTANTS["COMPACT_HEADER_BYTES"] // word + k * LANES * 3 // 8)
@@ -36,6 +46,7 @@ class PackedWeight:
 
     words: int32, [n / 16] panels of [words of k] of 16 words (gemm/dot.h), padded with zeros. Compact panels have the
         form of gemm/compact.h. int8 panels depend on the instruction set, which must not change afterwards.
+    nibbles: the numbers are from -8 to 7, and int8 panels have 4 bits a number (gemm/nibbles.cpp).
     refused: True if the numbers could not be packed compact. The weight then became plain when it was written, and
         `words` is separate memory.
 
@@ -47,6 +58,7 @@ class PackedWeight:
     k: int
     dtype: torch.dtype
     compact: bool = False
+    nibbles: bool = False
     refused: bool = False
 
     @classmethod
@@ -70,6 +82,12 @@ class PackedWeight:
         compact = compacts(k, dtype) if compact is None else compact
         return cls(memory((packed_words(n, k, dtype, compact),), dtype=torch.int32), n, k, dtype, compact)
 
+    @classmethod
+    def allocate_nibbles(cls, n: int, k: int, memory: Callable[..., Tensor] = torch.zeros) -> PackedWeight:
+        """Return an int8 weight of nibbles over new memory, as `allocate` does."""
+        words = packed_words(n, k, torch.int8, nibbles=True)
+        return cls(memory((words,), dtype=torch.int32), n, k, torch.int8, nibbles=True)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(n, k)."""
@@ -81,15 +99,17 @@ class PackedWeight:
 
     def op(self, name: str) -> str:
         """Return the name of the native op for weights of this form."""
-        return f"{name}_compact" if self.compact else name
+        return f"{name}_compact" if self.compact else f"{name}_nibbles" if self.nibbles else name
 
     def write(self, first: int, rows: Tensor) -> None:
         """Write `rows` [m, k] to rows [first, first + m). Rows of an int8 weight are int8, others of any float dtype.
 
-        Raises ValueError if the weight has no such rows.
+        Raises ValueError if the weight has no such rows, and for numbers that are no nibbles.
         """
         if first < 0 or first + len(rows) > self.n or rows.shape[1:] != (self.k,):
             raise ValueError(f"rows {first} and following, {tuple(rows.shape)}, of a weight of {self.shape}")
+        if self.nibbles and bool(((rows < -8) | (rows > 7)).any()):
+            raise ValueError("has numbers that are not from -8 to 7")
         if not self._pack(first, rows):
             self._store_plain()
             self.write(first, rows)

@@ -208,26 +208,29 @@ _DELTA: Signature = (
     Argument("a_log", FLOAT32, lambda n: n[3]), Argument("dt_bias", FLOAT32, lambda n: n[3]),
     Argument("state", FLOAT32), *_slot_rows(lambda n: n[0] * n[3] * n[5]))
 
+INT8_FORMS = "_int8", "_int8_nibbles"
+"""Suffixes of products of int8 weights, by the form in which they are packed."""
+
 SIGNATURES: dict[str, Signature] = {
     "linear": _product(_LINEAR),
-    "linear_int8": _product_int8(_LINEAR),
+    **{f"linear{form}": _product_int8(_LINEAR) for form in INT8_FORMS},
     "linear_compact": _product(_LINEAR),
     "linear_int4": _product(_LINEAR),
     "linear_int4_int8": _product_int4_int8(_LINEAR),
     "linear_swiglu": _product(_SWIGLU),
-    "linear_swiglu_int8": _product_int8(_SWIGLU),
+    **{f"linear_swiglu{form}": _product_int8(_SWIGLU) for form in INT8_FORMS},
     "linear_swiglu_compact": _product(_SWIGLU),
     "linear_swiglu_int4": _product(_SWIGLU),
     "linear_swiglu_int4_int8": _product_int4_int8(_SWIGLU),
     "linear_argmax": (*_product(_BEST), *_MASKS),
-    "linear_argmax_int8": (*_product_int8(_BEST), *_MASKS),
+    **{f"linear_argmax{form}": (*_product_int8(_BEST), *_MASKS) for form in INT8_FORMS},
     "linear_argmax_compact": (*_product(_BEST), *_MASKS),
     "linear_argmax_int4": (*_product(_BEST), *_MASKS),
     "linear_argmax_int4_int8": (*_product_int4_int8(_BEST), *_MASKS),
     **{f"linear_experts{form}": _experts(1) for form in ("", "_compact", "_int4")},
     **{f"linear_swiglu_experts{form}": _experts(2) for form in ("", "_compact", "_int4")},
-    "linear_experts_int8": _experts_int8(1),
-    "linear_swiglu_experts_int8": _experts_int8(2),
+    **{f"linear_experts{form}": _experts_int8(1) for form in INT8_FORMS},
+    **{f"linear_swiglu_experts{form}": _experts_int8(2) for form in INT8_FORMS},
     "linear_experts_int4_int8": _experts(1, INT8, _X_SCALE_BY_EXPERTS),
     "linear_swiglu_experts_int4_int8": _experts(2, INT8, _X_SCALE_BY_EXPERTS),
     "router_logits": (
@@ -248,14 +251,16 @@ SIGNATURES: dict[str, Signature] = {
         Argument("shared", None, _matrix, optional=True), Argument("gate", None, _rows, optional=True),
         Argument("out", None, _matrix)),
     "argmax_of_units": (*_MERGED, *_PAIRS),
-    "argmax_of_units_int8": (*_MERGED, *_PAIRS),
+    **{f"argmax_of_units{form}": (*_MERGED, *_PAIRS) for form in INT8_FORMS},
     "argmax_of_units_compact": (*_MERGED, *_PAIRS),
     "argmax_of_units_int4": (*_MERGED, *_PAIRS),
     "argmax_of_units_int4_int8": (*_MERGED, *_PAIRS),
     "pack": _PACK,
     "pack_compact": _PACK,
+    "pack_nibbles": _PACK,
     "unpack": _UNPACK,
     "unpack_compact": _UNPACK,
+    "unpack_nibbles": _UNPACK,
     "embedding": (_IDS, Argument("table"), Argument("out", None, _matrix)),
     "embedding_int8": (
         _IDS, _PACKED, Argument("out", None, _matrix), Argument("scale", FLOAT32),

@@ -20,7 +20,7 @@ from npuserve.kernels.native import LANES, Arena, NotRecordable, Program, layout
 from npuserve.kernels.native import available as built
 from npuserve.kernels.native.arena import can_populate, populate
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, choose
-from npuserve.kernels.native.packed import Matrix, PackedWeight, packed_words
+from npuserve.kernels.native.packed import NIBBLES_MULTIPLE, Matrix, PackedWeight, packed_words
 from npuserve.kernels.registry import GOLDEN, HostSpan, Span
 from npuserve.npu import control_group
 from npuserve.npu.backends.base import (
@@ -227,6 +227,16 @@ class NativeWeights(WeightLayout):
 
     def nbytes(self, n: int, k: int, dtype: torch.dtype) -> int:
         return 4 * packed_words(n, k, dtype)
+
+    def allocate_nibbles(self, n: int, k: int) -> Matrix:
+        if k % NIBBLES_MULTIPLE:
+            return super().allocate_nibbles(n, k)
+        return PackedWeight.allocate_nibbles(n, k, self._empty)
+
+    def nibbles_bytes(self, n: int, k: int) -> int:
+        if k % NIBBLES_MULTIPLE:
+            return super().nibbles_bytes(n, k)
+        return 4 * packed_words(n, k, torch.int8, nibbles=True)
 
     def allocate_int4(self, n: int, k: int, grouping: Grouping) -> Int4:
         return PackedInt4.allocate(n, k, grouping, self._empty)

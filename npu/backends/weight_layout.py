@@ -29,6 +29,14 @@ class WeightLayout:
         """Return the bytes of a weight, after `prepare`."""
         return n * k * dtype.itemsize
 
+    def allocate_nibbles(self, n: int, k: int) -> Matrix:
+        """Allocate an int8 weight [n, k] of numbers from -8 to 7, in as few bits as the kernels read."""
+        return self.allocate(n, k, torch.int8)
+
+    def nibbles_bytes(self, n: int, k: int) -> int:
+        """Return the bytes of such a weight, after `prepare`."""
+        return self.nbytes(n, k, torch.int8)
+
     def allocate_int4(self, n: int, k: int, grouping: Grouping) -> Int4:
         """Allocate the numbers of a linear weight [n, k] of 4 bits."""
         return PlainInt4.allocate(n, k, grouping, lambda shape, dtype: self._empty(shape, dtype).zero_())

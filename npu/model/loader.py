@@ -12,6 +12,7 @@ import logging
 import math
 import mmap
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,10 +30,8 @@ from npuserve.npu.model.allocation import allocate, allocate_meta
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.folder import listed, weight_files
 from npuserve.npu.model.forms.floats import converted
-from npuserve.npu.model.forms.matrix import StoredMatrix
-from npuserve.npu.model.forms.modelslim import ModelSlimInt4
+from npuserve.npu.model.forms.matrix import FormChange, StoredMatrix
 from npuserve.npu.model.forms.targets import FLOAT8S, FLOATS, INT32, INT64, Targets
-from npuserve.npu.model.forms.w4a16 import ConvertedInt4, StoredInt4
 from npuserve.npu.model.layers.shard import Span
 from npuserve.npu.model.progress import Progress, reporting
 from npuserve.npu.model.storage import check_schemes, matrices
@@ -94,66 +93,29 @@ def load_weights(
                 row += len(piece)
                 done += target.nbytes * len(piece) // max(1, len(source))
                 progress(done, total)
-    _report_converted(config, dtype, backend)
-    _report_converted_int4(config, dtype, backend)
-    _report_unpacked(config, backend)
+    _report_changes(config, dtype, backend)
     if merged := allocation.finish(config.vocabulary(backend.capabilities.vocabulary_tile).size, backend):
         log.info("static input scales differ between the parts of %d fused layers: each layer takes the range of all "
                  "its parts", merged)
     return allocation.weights
 
 
-def _report_converted(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
-    """Log how many float8 layers became floats. Ranks other than 0 log nothing."""
-    stored = matrices(config, backend.capabilities.vocabulary_tile)
-    of_float8 = [matrix for matrix in stored if matrix.form.converted]
-    if not of_float8 or config.shard.rank:
+def _report_changes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
+    """Log how many layers take more memory than in the checkpoint. Ranks other than 0 log nothing."""
+    if config.shard.rank:
         return
-    numbers = sum(rows.size * matrix.inputs for matrix in of_float8
-                  for name, rows in matrix.parts.items() if name in matrix.form.converted)
-    name = str(dtype).removeprefix("torch.")
-    log.warning(
-        "%d of %d linear layers are float8, which %s does not multiply: they were converted to %s and take %s MiB "
-        "instead of %s; npuserve quantize makes a checkpoint in int8 of this one, which takes no more than float8",
-        len({part for matrix in of_float8 for part in matrix.form.converted}),
-        len({part for matrix in stored for part in matrix.parts} - {f"{config.prefix}embed_tokens"}),
-        backend.name, name, *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers)))
-
-
-def _report_converted_int4(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> None:
-    """Log how many layers in 4 bits became floats. Ranks other than 0 log nothing."""
-    converted: dict[str, list[StoredMatrix]] = {}
+    changes: dict[FormChange, Counter[str]] = {}  # numbers of each layer, which may be parts of two matrices
+    layers: set[str] = set()
     for matrix in matrices(config, backend.capabilities.vocabulary_tile):
-        if reason := _int4_refusal(matrix, dtype, backend):
-            converted.setdefault(reason, []).append(matrix)
-    for reason, of_reason in converted.items() if config.shard.rank == 0 else ():
-        numbers = sum(matrix.rows * matrix.inputs for matrix in of_reason)
-        log.warning("%d linear layers %s: they were converted to %s and take %s MiB instead of about %s",
-                    sum(len(matrix.parts) for matrix in of_reason), reason, str(dtype).removeprefix("torch."),
-                    *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers * dtype.itemsize, numbers // 2)))
-
-
-def _report_unpacked(config: ModelConfig, backend: Backend) -> None:
-    """Log how many layers in 4 bits became int8. Ranks other than 0 log nothing."""
-    unpacked = [matrix for matrix in matrices(config, backend.capabilities.vocabulary_tile)
-                if isinstance(matrix.form, ModelSlimInt4)]
-    if not unpacked or config.shard.rank:
-        return
-    numbers = sum(matrix.rows * matrix.inputs for matrix in unpacked)
-    log.info("%d linear layers have weights of 4 bits (W4A8_DYNAMIC), which are served as int8: they take %s MiB "
-             "instead of %s", sum(len(matrix.parts) for matrix in unpacked),
-             *(f"{nbytes / 2**20:,.1f}" for nbytes in (numbers, numbers // 2)))
-
-
-def _int4_refusal(matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> str:
-    """Return why a matrix in 4 bits becomes floats, after "layers"; "" for others."""
-    form = matrix.form
-    if isinstance(form, StoredInt4):
-        return form.refusal(matrix.rows, matrix.inputs, dtype, backend)
-    if not isinstance(form, ConvertedInt4):
-        return ""
-    return ("have columns in the order of their activations (desc_act), which no kernel multiplies"
-            if form.scheme.act_order else f"have 4 bits, which {backend.name} does not multiply")
+        for name, rows in matrix.parts.items():
+            layers.add(name)
+            if change := matrix.form.change(name, matrix, dtype, backend):
+                changes.setdefault(change, Counter())[name] += rows.size * matrix.inputs
+    layers.discard(f"{config.prefix}embed_tokens")
+    for change, numbers in changes.items():
+        log.warning("%d of %d linear layers %s and take %s MiB instead of %s%s", len(numbers), len(layers), change.text,
+                    *(f"{numbers.total() * bits / 2**23:,.1f}" for bits in (change.stored_bits, change.bits)),
+                    change.advice and f"; {change.advice}")
 
 
 def check_weights(folder: Path | str, config: ModelConfig) -> list[str]:

@@ -27,11 +27,15 @@ struct Weights {
         std::memset(panels.data, 0, size_t(panels.size));
         if (is_int4()) {
             fill_int4();
-        } else if (form == "_int8") {
-            Array<int8_t> dense = memory.integers<int8_t>(columns() * size.k, 0, -128, 127);
+        } else if (has_sums()) {
+            bool nibbles = form == "_int8_nibbles";
+            Array<int8_t> dense = memory.integers<int8_t>(columns() * size.k, 0, nibbles ? -8 : -128, nibbles ? 7 : 127);
             for (int64_t row = 0; row < columns(); row++)
                 sum[row] = std::accumulate(dense.data + row * size.k, dense.data + (row + 1) * size.k, 0);
-            copy(packed(memory, dense.data, columns(), size.k));
+            if (nibbles)
+                run({make_op("pack_nibbles/int8", {dense, panels}, {columns(), size.k, 0})});
+            else
+                copy(packed(memory, dense.data, columns(), size.k));
         } else {
             Array<T> dense = memory.normal<T>(columns() * size.k, 0, 0.1f);
             if (form.empty())
@@ -42,7 +46,9 @@ struct Weights {
     }
     int64_t columns() const { return size.experts * size.n; }
     bool is_int4() const { return form == "_int4" || form == "_int4_int8"; }
+    bool has_sums() const { return form == "_int8" || form == "_int8_nibbles"; }
     int64_t panel_bytes() const {
+        if (form == "_int8_nibbles") return size.k * 8;
         if (is_int4()) return (size.k + GROUP - 1) / GROUP * 64 + size.k * 8;
         if (form == "_compact") return (size.k / 2 + 63) / 64 * 64 + size.k / 2 / 4 * 192;
         int64_t bytes = form == "_int8" ? 1 : int64_t(sizeof(T));
@@ -53,7 +59,7 @@ struct Weights {
                                        const int32_t *x_zero, const int32_t *x_sum) const {
         std::vector<const void *> p = {x, panels.data + column / 16 * panel_bytes(), nullptr, out, nullptr};
         if (form == "_int4_int8") p.push_back(x_scale);
-        if (form == "_int8")
+        if (has_sums())
             p.insert(p.end(), {x_scale, scale.data + column, sum.data + column, x_zero, zero.data + column, x_sum});
         return p;
     }
@@ -128,7 +134,7 @@ static void products(const std::string &form) {
     std::string product = SWIGLU ? "linear_swiglu" : "linear";
     for (Size size : SIZES)
         for (bool same : {false, true}) {
-            bool int8 = form == "_int8" || form == "_int4_int8";
+            bool int8 = form.rfind("_int8", 0) == 0 || form == "_int4_int8";
             int64_t columns = SWIGLU ? size.n / 2 : size.n, all = size.rows * size.chosen;
             Program call(size.rows);
             Weights<T> weights(call, form, size);
@@ -249,6 +255,10 @@ template <class T, bool SWIGLU>
 static void int4_int8() {
     products<T, SWIGLU>("_int4_int8");
 }
+template <class T, bool SWIGLU>
+static void nibbles() {
+    products<T, SWIGLU>("_int8_nibbles");
+}
 template <bool SWIGLU>
 static void compact() {
     products<bf16, SWIGLU>("_compact");
@@ -275,6 +285,10 @@ std::vector<Test> expert_tests() {
             {{"linear_experts_int4_int8/bfloat16"}, int4_int8<bf16, false>},
             {{"linear_swiglu_experts_int4_int8/float32"}, int4_int8<float, true>},
             {{"linear_swiglu_experts_int4_int8/bfloat16"}, int4_int8<bf16, true>},
+            {{"linear_experts_int8_nibbles/float32"}, nibbles<float, false>},
+            {{"linear_experts_int8_nibbles/bfloat16"}, nibbles<bf16, false>},
+            {{"linear_swiglu_experts_int8_nibbles/float32"}, nibbles<float, true>},
+            {{"linear_swiglu_experts_int8_nibbles/bfloat16"}, nibbles<bf16, true>},
             {{"linear_experts_compact/bfloat16"}, compact<false>},
             {{"linear_swiglu_experts_compact/bfloat16"}, compact<true>}};
 }

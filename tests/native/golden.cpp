@@ -168,8 +168,8 @@ void Program::repeat() {
 // The tests of all files. Fails for kernels without a test, if the tables are known.
 static std::vector<Test> all_tests() {
     std::vector<Test> all;
-    for (const auto &tests : {product_tests(), compact_tests(), int4_tests(), cache_tests(), row_tests(), vocabulary_tests(),
-                              rank_tests(), expert_tests(), linear_attention_tests()})
+    for (const auto &tests : {product_tests(), compact_tests(), int4_tests(), nibbles_tests(), cache_tests(), row_tests(),
+                              vocabulary_tests(), rank_tests(), expert_tests(), linear_attention_tests()})
         all.insert(all.end(), tests.begin(), tests.end());
     for (auto group = has_tables() ? npuserve::TABLES[0]->groups : nullptr; group && *group; group++)
         for (auto kernel = *group; kernel->name; kernel++) {

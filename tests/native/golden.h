@@ -182,8 +182,8 @@ struct Test {
     std::vector<std::string> kernels;
     void (*run)();
 };
-std::vector<Test> product_tests(), compact_tests(), int4_tests(), cache_tests(), row_tests(), vocabulary_tests(),
-    rank_tests(), expert_tests(), linear_attention_tests();
+std::vector<Test> product_tests(), compact_tests(), int4_tests(), nibbles_tests(), cache_tests(), row_tests(),
+    vocabulary_tests(), rank_tests(), expert_tests(), linear_attention_tests();
 
 // True if the instruction set under test multiplies unsigned by signed bytes: its panels hold int8 plus 128.
 bool adds_128();

@@ -115,13 +115,29 @@ INLINE void start_sums(F (&sums)[R][P]) {
     _Pragma("GCC unroll 12") for (int r = 0; r < R; r++)
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) sums[r][p] = Dot::start();
 }
+// Multiplies packed panels by the rows of a tile, group by group. multiply(sums, x, lines, count) adds the products of the
+// `count` numbers of a group to `sums`, and moves x and the lines behind them.
+template <int R, int P, class Dot, class Multiply>
+INLINE void multiply_groups(const Tile<Dot> &tile, const Groups &groups, const char *const *next, const Multiply &multiply) {
+    const char *x = tile.x;
+    int64_t left = tile.words * Dot::PER_WORD;
+    Lines<P> lines(tile.panels, next, groups.bytes(left));
+    clear<R, P>(tile.acc, tile.acc_stride);
+    for (int64_t count; left > 0; left -= count) {
+        count = std::min(left, groups.group);
+        F sums[R][P], scale[P];
+        start_sums<Dot>(sums);
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) scale[p] = groups.scale(lines.at[p]);
+        lines.skip(groups.header);
+        multiply(sums, x, lines, count);
+        add_scaled(tile.acc, tile.acc_stride, sums, scale);
+    }
+}
 // Tile of packed panels that are multiplied by no other rows: each line is unpacked in registers.
 template <class Dot>
 struct Int4OnceTile : Tile<Dot> {
     Groups groups;
     const char *const *next;
-
-    static constexpr int64_t AHEAD = 2048;  // bytes
 
     template <int R, int P>
     INLINE void run() const {
@@ -135,32 +151,18 @@ struct Int4OnceTile : Tile<Dot> {
     template <int R, int P, bool ZEROS>
     __attribute__((noinline)) void sweep() const {
         typedef LineSteps<Dot> By;
-        const char *w[P], *x = this->x;
-        for (int p = 0; p < P; p++) w[p] = this->panels[p];
-        clear<R, P>(this->acc, this->acc_stride);
-        int64_t left = this->words * Dot::PER_WORD;
-        int64_t bytes = ceil_div(left, groups.group) * groups.header + left / LINE_NUMBERS * 64;  // left of a panel
-        for (int64_t count; left > 0; left -= count) {
-            count = std::min(left, groups.group);
-            F sums[R][P], scale[P];
+        multiply_groups<R, P>(*this, groups, next, [&](F (&sums)[R][P], const char *&x, Lines<P> &lines, int64_t count)
+                                                       __attribute__((always_inline)) {
             typename By::Zeros zeros[P];
-            start_sums<Dot>(sums);
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
-                zeros[p] = By::template zeros<ZEROS>(groups, w[p]);
-                scale[p] = groups.scale(w[p]);
-                w[p] += groups.header;
-            }
-            bytes -= groups.header;
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
+                zeros[p] = By::template zeros<ZEROS>(groups, lines.at[p] - groups.header);
             for (int64_t i = 0; i < count; i += LINE_NUMBERS) {
-                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
-                    __builtin_prefetch(bytes > AHEAD ? w[p] + AHEAD : next[p] + (AHEAD - bytes), 0, 2);
-                bytes -= 64;
-                line<R, P, ZEROS>(sums, x, w, zeros);
+                lines.fetch();
+                line<R, P, ZEROS>(sums, x, lines.at, zeros);
                 x += By::COUNT * 4;
-                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += 64;
+                lines.skip(Lines<P>::LINE_BYTES);
             }
-            add_scaled(this->acc, this->acc_stride, sums, scale);
-        }
+        });
     }
     template <int R, int P, bool ZEROS, int S = 0>
     INLINE void line(F (&sums)[R][P], const char *x, const char *const (&w)[P],
@@ -213,39 +215,25 @@ struct Int4TileOrderOnceTile : Tile<Dot> {
     __attribute__((noinline)) void sweep() const {
         NoDenormals no_denormals;
         constexpr int64_t STEP = TILE_WORDS * Dot::PER_WORD;
-        const char *w[P], *x = this->x;
-        for (int p = 0; p < P; p++) w[p] = this->panels[p];
-        clear<R, P>(this->acc, this->acc_stride);
-        int64_t left = this->words * Dot::PER_WORD;
-        int64_t bytes = ceil_div(left, groups.group) * groups.header + left / LINE_NUMBERS * 64;  // left of a panel
-        for (int64_t count; left > 0; left -= count) {
-            count = std::min(left, groups.group);
-            F sums[R][P], scale[P];
+        multiply_groups<R, P>(*this, groups, next, [&](F (&sums)[R][P], const char *&x, Lines<P> &lines, int64_t count)
+                                                       __attribute__((always_inline)) {
             ivec zeros[P];
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
-                if constexpr (ZEROS) zeros[p] = groups.zero(w[p], 0) + 8;
-                scale[p] = groups.scale(w[p]);
-                w[p] += groups.header;
-                _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) sums[r][p] = zero();
-            }
-            bytes -= groups.header;
+            if constexpr (ZEROS) _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
+                zeros[p] = groups.zero(lines.at[p] - groups.header, 0) + 8;
             for (int64_t begin = 0; begin < count; begin += STEP) {
                 F even[R][P], odd[R][P];
                 _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
                     _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) even[r][p] = odd[r][p] = zero();
                 for (int64_t i = begin; i < std::min(count, begin + STEP); i += LINE_NUMBERS) {
-                    _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
-                        __builtin_prefetch(bytes > AHEAD ? w[p] + AHEAD : next[p] + (AHEAD - bytes), 0, 2);
-                    bytes -= 64;
-                    pairs<R, P, ZEROS>(even, odd, x, w, zeros);
+                    lines.fetch();
+                    pairs<R, P, ZEROS>(even, odd, x, lines.at, zeros);
                     x += LINE_NUMBERS * 2;
-                    _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += 64;
+                    lines.skip(Lines<P>::LINE_BYTES);
                 }
                 _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
                     _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) sums[r][p] = sums[r][p] + (even[r][p] + odd[r][p]);
             }
-            add_scaled(this->acc, this->acc_stride, sums, scale);
-        }
+        });
     }
     // Pairs S and later of a line, numbers 2 S and 2 S + 1 of each column.
     template <int R, int P, bool ZEROS, int S = 0>
@@ -276,8 +264,7 @@ struct Int4TileOrderOnceTile : Tile<Dot> {
         const char *expanded[P];
         for (int p = 0; p < P; p++) expanded[p] = ring[p];
         const int64_t k = this->words * Dot::PER_WORD, whole = k / groups.group, last = k % groups.group;
-        const int64_t bytes = groups.header + groups.group / LINE_NUMBERS * 64;
-        const int64_t end = whole * bytes + (last ? groups.header + last / LINE_NUMBERS * 64 : 0);
+        const int64_t bytes = groups.bytes(groups.group), end = groups.bytes(k);
         auto expand = [&](int64_t g, int64_t count) __attribute__((always_inline)) {
             for (int p = 0; p < P; p++) {
                 const char *soon = this->panels[first + p] + g * bytes + AHEAD;

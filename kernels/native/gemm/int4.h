@@ -52,11 +52,35 @@ struct Groups {
         }
         return r;
     }
+    // Bytes of `numbers` numbers of K of a panel, from the beginning of a group on.
+    INLINE int64_t bytes(int64_t numbers) const {
+        return ceil_div(numbers, group) * header + numbers / LINE_NUMBERS * 64;
+    }
     INLINE ivec zero(const char *group, int part) const {
         typedef int8_t bvec __attribute__((vector_size(WIDTH)));
         bvec bytes;
         std::memcpy(&bytes, group + header - LANES + part * WIDTH, WIDTH);
         return __builtin_convertvector(bytes, ivec);
+    }
+};
+
+// Packed panels of a tile, read line by line. next: the panels that follow, prefetched.
+template <int P>
+struct Lines {
+    static constexpr int64_t AHEAD = 2048, LINE_BYTES = 64;
+    const char *at[P], *const *next;
+    int64_t left;  // bytes of a panel
+
+    Lines(const char *const *panels, const char *const *next, int64_t bytes) : next(next), left(bytes) {
+        for (int p = 0; p < P; p++) at[p] = panels[p];
+    }
+    INLINE void skip(int64_t bytes) {
+        left -= bytes;
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) at[p] += bytes;
+    }
+    INLINE void fetch() const {
+        _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
+            __builtin_prefetch(left > AHEAD ? at[p] + AHEAD : next[p] + (AHEAD - left), 0, 2);
     }
 };
 
@@ -80,10 +104,7 @@ struct Int4Panels {
     static int64_t expanded_bytes(int64_t words) {
         return (words * Inner<Dot>::WORDS + ceil_div(words * Dot::PER_WORD, MIN_GROUP)) * PANEL_WORD_BYTES;
     }
-    INLINE int64_t bytes(int64_t words) const {
-        int64_t numbers = words * Dot::PER_WORD;
-        return ceil_div(numbers, groups.group) * groups.header + numbers / LINE_NUMBERS * 64;
-    }
+    INLINE int64_t bytes(int64_t words) const { return groups.bytes(words * Dot::PER_WORD); }
     int64_t panel_bytes(int64_t k) const { return bytes(k / Dot::PER_WORD); }
     INLINE const char *at(const char *panel, int64_t first) const { return panel + bytes(first); }
     // Words of a block of at most `most` numbers, which is whole groups.

@@ -82,15 +82,12 @@ struct Int4Int8OnceTile : Tile<DotInt4Int8> {
     Groups groups;
     const char *const *next;
 
-    static constexpr int64_t AHEAD = 2048;  // bytes
-
     template <int R, int P>
     __attribute__((noinline)) void run() const {
-        const char *w[P], *x = this->x, *x_sums = x + words * X_WORD_BYTES;
-        for (int p = 0; p < P; p++) w[p] = panels[p];
-        clear<R, P>(acc, acc_stride);
+        const char *x = this->x, *x_sums = x + words * X_WORD_BYTES;
         int64_t left = words * DotInt4Int8::PER_WORD;
-        int64_t bytes = ceil_div(left, groups.group) * groups.header + left / LINE_NUMBERS * 64;  // left of a panel
+        Lines<P> lines(panels, next, groups.bytes(left));
+        clear<R, P>(acc, acc_stride);
         for (int64_t count; left > 0; left -= count) {
             count = std::min(left, groups.group);
             int64_t parts = ceil_div(count, SUMMED);
@@ -98,19 +95,14 @@ struct Int4Int8OnceTile : Tile<DotInt4Int8> {
             F scale[P];
             start_group(sums, x_sums, x_stride, parts);
             x_sums += parts * 4;
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
-                scale[p] = groups.scale(w[p]);
-                w[p] += groups.header;
-            }
-            bytes -= groups.header;
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) scale[p] = groups.scale(lines.at[p]);
+            lines.skip(groups.header);
             for (int64_t i = 0; i < count; i += LINE_NUMBERS) {
-                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++)
-                    __builtin_prefetch(bytes > AHEAD ? w[p] + AHEAD : next[p] + (AHEAD - bytes), 0, 2);
-                bytes -= 64;
-                half<0>(sums, x, w);
-                half<1>(sums, x + X_WORD_BYTES, w);
+                lines.fetch();
+                half<0>(sums, x, lines.at);
+                half<1>(sums, x + X_WORD_BYTES, lines.at);
                 x += 2 * X_WORD_BYTES;
-                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += 64;
+                lines.skip(Lines<P>::LINE_BYTES);
             }
             add_group(acc, acc_stride, sums, scale);
         }

@@ -43,6 +43,7 @@ extern const Kernel ROWWISE[];  // its swiglu rounds as the epilogue of linear_s
 #endif
 extern const Kernel LINEAR[];
 extern const Kernel INT4_INT8[];
+extern const Kernel NIBBLES[];
 extern const Kernel CEILINGS[];
 #if !defined(__AVXVNNI__)
 extern const Kernel COMPACT[];
@@ -50,8 +51,8 @@ extern const Kernel INT4[];
 extern const Kernel ATTENTION_BFLOAT16[];
 #endif
 
-static const Kernel *const GROUPS[] = {LINEAR, COMPACT, INT4, INT4_INT8, ATTENTION_BFLOAT16, ATTENTION, CONVOLUTION,
-                                      DELTA, EXPERTS, ROPE, ROWWISE, RANKS, SAMPLE, UNIFORM, VOCABULARY, CEILINGS,
+static const Kernel *const GROUPS[] = {LINEAR, COMPACT, INT4, INT4_INT8, NIBBLES, ATTENTION_BFLOAT16, ATTENTION,
+                                      CONVOLUTION, DELTA, EXPERTS, ROPE, ROWWISE, RANKS, SAMPLE, UNIFORM, VOCABULARY, CEILINGS,
                                       nullptr};
 extern const KernelTable TABLE;
 const KernelTable TABLE = {STRING(NPUSERVE_ISA), GROUPS};

@@ -12,7 +12,7 @@ from torch import Tensor
 from npuserve.kernels.native import LANES
 from npuserve.kernels.weight import form_of
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.model.forms.matrix import AllocatedWeight, StoredForm, StoredMatrix
+from npuserve.npu.model.forms.matrix import AllocatedWeight, FormChange, StoredForm, StoredMatrix, name_of
 from npuserve.npu.model.forms.targets import (
     FLOAT8S,
     FLOATS,
@@ -43,6 +43,14 @@ class Floats(StoredForm):
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
         weight = form_of(backend.weights.allocate(matrix.rows, matrix.inputs, dtype))
         return AllocatedWeight(weight, float_targets(matrix, weight.write, dtype.itemsize, dtype, self.converted))
+
+    def change(self, part: str, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> FormChange | None:
+        if part not in self.converted:
+            return None
+        return FormChange(
+            f"are float8, which {backend.name} does not multiply: they were converted to {name_of(dtype)}", 8,
+            8 * dtype.itemsize,
+            "npuserve quantize makes a checkpoint in int8 of this one, which takes no more than float8")
 
     @property
     def is_float(self) -> bool:

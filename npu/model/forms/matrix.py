@@ -29,6 +29,26 @@ class AllocatedWeight:
     merge: Callable[[], bool] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FormChange:
+    """Difference between the form of a matrix in the checkpoint and in memory, for the log.
+
+    text: the change and its reason, after "linear layers".
+    bits: of a number in the checkpoint; stored_bits: in memory.
+    advice: to have less memory; "" for none.
+    """
+
+    text: str
+    bits: int
+    stored_bits: int
+    advice: str = ""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
 class StoredForm(ABC):
     """Form of a stored matrix."""
 
@@ -45,6 +65,10 @@ class StoredForm(ABC):
     def check(self, name: str, columns: Span) -> None:
         """Raise ModelError for columns that the form cannot store on a rank. name: of a part of the matrix."""
         return
+
+    def change(self, part: str, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> FormChange | None:
+        """Return how a part of the matrix changes its form while loading so that it takes more memory; None if not."""
+        return None
 
     @property
     def is_float(self) -> bool:

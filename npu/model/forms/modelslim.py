@@ -19,10 +19,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native.packed import Matrix
 from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.families.config_json import ModelError
-from npuserve.npu.model.forms.matrix import AllocatedWeight, StoredMatrix
+from npuserve.npu.model.forms.matrix import AllocatedWeight, FormChange, StoredMatrix
 from npuserve.npu.model.forms.targets import (
     FLOATS,
     INT8,
@@ -84,7 +85,19 @@ class ModelSlimInt8(Int8):
 
 @dataclass(frozen=True, slots=True)
 class ModelSlimInt4(ModelSlimInt8):
-    """int8 numbers, from tensors with two numbers of 4 bits in a byte."""
+    """int8 numbers from -8 to 7, from tensors with two of them in a byte. In memory they take 4 bits or 8."""
+
+    def number_bytes(self, rows: int, inputs: int, backend: Backend) -> int:
+        return backend.weights.nibbles_bytes(rows, inputs)
+
+    def empty_numbers(self, matrix: StoredMatrix, backend: Backend) -> Matrix:
+        return backend.weights.allocate_nibbles(matrix.rows, matrix.inputs)
+
+    def change(self, part: str, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> FormChange | None:
+        sizes = matrix.rows, matrix.inputs
+        if backend.weights.nibbles_bytes(*sizes) < backend.weights.nbytes(*sizes, torch.int8):
+            return None
+        return FormChange("have weights of 4 bits (W4A8_DYNAMIC), which are served as int8", 4, 8)
 
     def number_targets(self, matrix: StoredMatrix, weight: QuantizedWeight) -> Targets:
         targets: Targets = {}

@@ -21,7 +21,7 @@ from npuserve.kernels.int4_weight import Int4Weight
 from npuserve.kernels.weight import form_of
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.model.families.config_json import ModelError
-from npuserve.npu.model.forms.matrix import AllocatedWeight, StoredForm, StoredMatrix
+from npuserve.npu.model.forms.matrix import AllocatedWeight, FormChange, StoredForm, StoredMatrix, name_of
 from npuserve.npu.model.forms.targets import (
     FLOATS,
     INT32,
@@ -85,6 +85,10 @@ class StoredInt4(StoredForm):
     def check(self, name: str, columns: Span) -> None:
         check_columns(self.scheme, name, columns)
 
+    def change(self, part: str, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> FormChange | None:
+        refusal = self.refusal(matrix.rows, matrix.inputs, dtype, backend)
+        return _change_to_floats(refusal, dtype) if refusal else None
+
     @property
     def golden_copies(self) -> int:
         return 2  # in float64, and in float32 of which it is made
@@ -112,9 +116,18 @@ class ConvertedInt4(StoredForm):
     def check(self, name: str, columns: Span) -> None:
         check_columns(self.scheme, name, columns)
 
+    def change(self, part: str, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> FormChange | None:
+        return _change_to_floats(
+            "have columns in the order of their activations (desc_act), which no kernel multiplies"
+            if self.scheme.act_order else f"have 4 bits, which {backend.name} does not multiply", dtype)
+
     @property
     def is_float(self) -> bool:
         return True
+
+
+def _change_to_floats(reason: str, dtype: torch.dtype) -> FormChange:
+    return FormChange(f"{reason}: they were converted to {name_of(dtype)}", 4, 8 * dtype.itemsize)
 
 
 def check_columns(scheme: W4A16, name: str, columns: Span) -> None:
@@ -242,8 +255,8 @@ class Part:
             raise ValueError("scales must be numbers above 0")
         stored = scale.to(self.numbers.grouping.scales)
         if not torch.allclose(stored.float(), scale.float(), rtol=0, atol=SCALE_ERROR):
-            name = str(stored.dtype).removeprefix("torch.")
-            raise ValueError(f"has scales that {name} rounds; set dtype in config.json to that of this tensor")
+            raise ValueError(
+                f"has scales that {name_of(stored.dtype)} rounds; set dtype in config.json to that of this tensor")
         self.numbers.write_scale(self.first + row, self._repeated(stored), group)
 
     def put_zero(self, row: int, zero: Tensor, group: int = 0) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from npuserve.kernels.native.packed import Matrix
 from npuserve.kernels.quantized import FLOAT8, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Scheme
 from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.npu.backends.base import Backend
@@ -52,6 +53,10 @@ class _Numbers8(StoredForm):
     @abstractmethod
     def number_dtype(self) -> torch.dtype: ...
 
+    def number_bytes(self, rows: int, inputs: int, backend: Backend) -> int:
+        """Return the bytes of the numbers of a matrix."""
+        return backend.weights.nbytes(rows, inputs, self.number_dtype)
+
     @abstractmethod
     def row_bytes(self, inputs: int) -> int:
         """Return the bytes of a row's scales and sums."""
@@ -72,7 +77,7 @@ class _Numbers8(StoredForm):
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
         scheme = self.scheme
         of_inputs = 0 if scheme.dynamic else 4 if scheme.symmetric_inputs else 8
-        return backend.weights.nbytes(rows, inputs, self.number_dtype) + of_inputs + rows * self.row_bytes(inputs)
+        return self.number_bytes(rows, inputs, backend) + of_inputs + rows * self.row_bytes(inputs)
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
         inputs = self.dynamic_inputs(backend)
@@ -106,11 +111,15 @@ class Int8(_Numbers8):
     def dynamic_inputs(self, backend: Backend) -> Scheme:
         return Scheme(symmetric=self.scheme.symmetric_inputs, levels=backend.capabilities.int8_levels)
 
+    def empty_numbers(self, matrix: StoredMatrix, backend: Backend) -> Matrix:
+        """Return uninitialized numbers."""
+        return backend.weights.allocate(matrix.rows, matrix.inputs, torch.int8)
+
     def empty_weight(self, matrix: StoredMatrix, inputs: Scheme, dtype: torch.dtype, backend: Backend
                      ) -> QuantizedWeight:
         rows = matrix.rows
         return QuantizedWeight(
-            backend.weights.allocate(rows, matrix.inputs, torch.int8), backend.empty((rows,), torch.float32),
+            self.empty_numbers(matrix, backend), backend.empty((rows,), torch.float32),
             None if self.scheme.symmetric else backend.empty((rows,), torch.int32), backend.empty((rows,), torch.int32),
             inputs, dtype)
 

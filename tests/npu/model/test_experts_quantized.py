@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from npuserve.kernels import native
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
-from npuserve.npu.model.storage import linears
+from npuserve.npu.model.storage import linears, stored_bytes
 from npuserve.npu.quantization import modelslim
 from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
@@ -101,7 +102,7 @@ def test_int4_experts_of_modelslim_are_those_in_int8(tmp_path: Path, seed: int) 
     config = json.loads((folder / "config.json").read_text())
     config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
-    found = []
+    found, taken = [], []
     for packed in (False, True):
         for name in experts if packed else ():
             rows = tensors[f"{name}.weight"]
@@ -112,7 +113,10 @@ def test_int4_experts_of_modelslim_are_those_in_int8(tmp_path: Path, seed: int) 
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         (folder / "quant_model_description.json").write_text(json.dumps(description))
         found.append(prompt_logprobs(folder))
+        taken.append(stored_bytes(ModelConfig.from_folder(folder), torch.float32, CpuBackend()))
     assert torch.equal(*found)
+    numbers = sum(tensors[f"{name}.weight"].numel() for name in experts)  # two in a byte
+    assert taken[0] - taken[1] == (numbers if native.available() else 0)
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -178,5 +182,6 @@ def test_stacked_experts_that_are_quantized_are_refused(tmp_path: Path) -> None:
 def test_experts_of_one_layer_have_one_scheme(tmp_path: Path) -> None:
     folder = saved_w8a8(random_mixture(0), tmp_path / "w8a8", PLAIN_W8A8, (*FLOATS, "re:.*experts.1.gate_proj"))
     config = ModelConfig.from_folder(folder)
-    with pytest.raises(ModelError, match=r"are quantized in different ways"):
+    with pytest.raises(ModelError, match=r"experts.0.gate_proj and \S+experts.1.gate_proj are quantized in different "
+                                         r"ways \(w8a8, floats\); supported: one way for all of gate_proj, up_proj$"):
         load_weights(folder, replace(config), torch.float32, CpuBackend())

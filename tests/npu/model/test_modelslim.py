@@ -21,7 +21,7 @@ from torch import Tensor
 from npuserve.kernels.native import available
 from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.weight import form_of
-from npuserve.npu.backends.cpu import CpuBackend
+from npuserve.npu.backends.cpu import CpuBackend, NativeWeights
 from npuserve.npu.model import loader
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.layers.shard import WHOLE, Shard
@@ -120,7 +120,8 @@ def test_modelslim_int4_products_equal_the_definition(backend, caplog):
     """scale_bias of the tool is 8 times the sums of the rows: the numbers are unpacked in the order of its rows."""
     with caplog.at_level(logging.INFO, loader.__name__):
         check(INT4, backend)
-    assert "6 linear layers have weights of 4 bits (W4A8_DYNAMIC), which are served as int8" in caplog.text
+    said = "6 of 15 linear layers have weights of 4 bits (W4A8_DYNAMIC), which are served as int8 and take "
+    assert (said in caplog.text) == (not isinstance(backend.weights, NativeWeights))
     tensors = load_file(INT4 / WEIGHTS)
     for part in ("gate_proj", "up_proj", "down_proj"):
         name = f"model.layers.1.mlp.{part}"
