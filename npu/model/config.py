@@ -17,7 +17,7 @@ from npuserve.npu.model.families import FAMILIES, REFUSED
 from npuserve.npu.model.families.config_json import ModelError, flag, number, whole
 from npuserve.npu.model.folder import EXAMPLE, check_downloaded, check_links, content_of, has_tensor
 from npuserve.npu.model.layers.attention import Attention
-from npuserve.npu.model.layers.experts import Experts
+from npuserve.npu.model.layers.experts import STACKED_PARTS, Experts
 from npuserve.npu.model.layers.layer import Array, DecoderLayer, Fixed, Layer, Paged
 from npuserve.npu.model.layers.shard import WHOLE, DivisionError, Shard, Span
 from npuserve.npu.model.pooling import CLASSIFIER, MODULES, Pooling, TaskSetting, read_pooling
@@ -441,7 +441,8 @@ def _has_stacked_experts(folder: Path, prefix: str, layers: tuple[DecoderLayer, 
     """Return whether a folder has the experts of layers stacked in one tensor."""
     blocks = ((index, block) for index, blocks in enumerate(layers) for block in blocks)
     first = next(((index, block) for index, block in blocks if isinstance(block.layer, Experts)), None)
-    return first is not None and has_tensor(folder, f"{prefix}layers.{first[0]}.{first[1].name}.experts.gate_up_proj")
+    return first is not None and any(
+        has_tensor(folder, f"{prefix}layers.{first[0]}.{first[1].name}.experts.{part}") for part in STACKED_PARTS)
 
 
 def _with_experts(layers: tuple[DecoderLayer, ...], *, stacked: bool) -> tuple[DecoderLayer, ...]:

@@ -198,9 +198,13 @@ def _form(config: ModelConfig, parts: list[str], columns: Span, *, can_quantize:
     (first, scheme), *others = schemes.items()
     for name, other in others:
         if other != scheme:
+            ways = [each.name if each else "floats" for each in (scheme, other)]
+            if ways[0] == ways[1]:
+                ways = [str(scheme), str(other)]
+            modules = dict.fromkeys(part.rpartition(".")[2] for part in parts)
             raise ModelError(
-                f"config.json: quantization_config: {first} and {name} are quantized in different ways ({scheme}, "
-                f"{other}); supported: one way for all of {', '.join(n.rpartition('.')[2] for n in parts)}")
+                f"config.json: quantization_config: {first} and {name} are quantized in different ways "
+                f"({', '.join(ways)}); supported: one way for all of {', '.join(modules)}")
     if scheme is None:
         return Floats(converted)
     if not can_quantize:

@@ -157,11 +157,12 @@ def test_whole_experts_that_ranks_cannot_have(config: dict[str, Any], shard: Sha
         ModelConfig.from_dict(config_of(0, **config)).sharded(shard)
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_missing_experts_are_named(tmp_path: Path, stacked: bool) -> None:
+@pytest.mark.parametrize(("stacked", "part"), [
+    (True, "gate_up_proj"), (True, "down_proj"), (False, "1.down_proj.weight")])
+def test_missing_experts_are_named(tmp_path: Path, stacked: bool, part: str) -> None:
     folder = saved(random_mixture(2), tmp_path)
     restack(folder, stacked=stacked)
-    name = "model.layers.0.mlp.experts." + ("down_proj" if stacked else "1.down_proj.weight")
+    name = f"model.layers.0.mlp.experts.{part}"
     tensors = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
