@@ -2,6 +2,7 @@
 
 A step takes the longer of two times. Moving: all weights, the keys and values of all rows and the states of gated delta
 net are read once, and the states are written once; nothing of an embedding that is separate from the LM head is read.
+Of the experts of a mixture those are read that as many random tokens are expected to choose.
 Multiplying: the linear layers, causal attention, and the LM head for rows that sample in bfloat16, and the recurrence
 of gated delta net in float32. States are float32, all other numbers bfloat16. Needs npuserve. See harness.py.
 """
@@ -17,6 +18,7 @@ import harness
 
 from npuserve.cli.bench.kernels import set_threads
 from npuserve.kernels.bench.ceilings import Ceilings
+from npuserve.kernels.routing import distinct_experts
 
 ITEM, STATE_ITEM = 2, 4  # bytes of a bfloat16, and of a float32
 PASSES = 5
@@ -40,8 +42,15 @@ def work(config: dict[str, Any], measure: harness.Measure) -> Work:
     head = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     gates = queries if config.get("attn_output_gate") else 0
-    linear = (attentions * hidden * (2 * (queries + keys) + gates)
-              + layers * 3 * hidden * config["intermediate_size"])
+    tokens = measure.rows if measure.decode else measure.rows * measure.context
+    linear = attentions * hidden * (2 * (queries + keys) + gates)
+    if experts := config.get("num_experts"):
+        chosen = config["num_experts_per_tok"]
+        of_expert = layers * 3 * hidden * config["moe_intermediate_size"]
+        linear += layers * hidden * experts
+        multiplied, read = chosen * of_expert, distinct_experts(tokens, chosen, experts, experts) * of_expert
+    else:
+        multiplied = read = layers * 3 * hidden * config["intermediate_size"]
     state = 0
     if attentions < layers:
         value_heads, key_dim = config["linear_num_value_heads"], config["linear_key_head_dim"]
@@ -52,11 +61,10 @@ def work(config: dict[str, Any], measure: harness.Measure) -> Work:
     table = hidden * config["vocab_size"]
     context = measure.rows * measure.context
     pairs = context if measure.decode else context * (measure.context + 1) / 2
-    tokens = measure.rows if measure.decode else context
-    moved = ITEM * (linear + table + 2 * attentions * keys * context)
+    moved = ITEM * (linear + read + table + 2 * attentions * keys * context)
     # A prompt's states begin with zeros and are only written.
     moved += STATE_ITEM * state * measure.rows * (2 if measure.decode else 1)
-    return Work(moved, 2 * linear * tokens + 2 * table * measure.rows + 4 * attentions * queries * pairs,
+    return Work(moved, 2 * (linear + multiplied) * tokens + 2 * table * measure.rows + 4 * attentions * queries * pairs,
                 OPERATIONS_OF_STATE * state * tokens)
 
 

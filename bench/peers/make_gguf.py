@@ -3,8 +3,9 @@
     PYTHON bench/peers/make_gguf.py FOLDER FILE.gguf [q8_0 | q4_0 | q4_k_m]
 
 With q8_0 all matrices are int8 in blocks of 32 that share a scale, as made by llama-quantize. q4_0 and q4_k_m are
-llama-quantize's own, by llama-cpp-python; the LM head has 6 bits there. Supports Qwen2, Qwen3, Llama and the text model
-of Qwen3.5 with as many key heads as value heads, with one safetensors file. Needs the packages gguf and numpy.
+llama-quantize's own, by llama-cpp-python; the LM head has 6 bits there. Supports Qwen2, Qwen3, Qwen3Moe with experts
+one by one, Llama and the text model of Qwen3.5 with as many key heads as value heads, with one safetensors file. Needs
+the packages gguf and numpy.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ HYBRID_NAMES = {
     "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+EXPERTS_NAMES = {**NAMES, "mlp.gate": "ffn_gate_inp"}
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 QUANTIZED = {"q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0", "q4_k_m": "LLAMA_FTYPE_MOSTLY_Q4_K_M"}
+ARCHITECTURES = {
+    "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "llama": "llama", "qwen3_5_text": "qwen35"}
+"""model_type -> llama.cpp's architecture."""
 TOP = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
        "lm_head.weight": "output.weight"}
 
@@ -90,6 +96,18 @@ def hybrid_tensor(layer: str, name: str, weight: np.ndarray) -> tuple[str, np.nd
     return None
 
 
+def add_experts(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+    """Write the matrices of experts, stacked by layer, and remove them from `tensors`."""
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name in list(tensors):
+        layer, _, part = name.removeprefix("model.layers.").partition(".")
+        if match := EXPERT.fullmatch(part):
+            experts.setdefault(f"blk.{layer}.ffn_{match[2]}_exps.weight", {})[int(match[1])] = tensors.pop(name)
+    for target, matrices in experts.items():
+        weight = np.stack([matrices[expert] for expert in range(len(matrices))])
+        writer.add_tensor(target, weight.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
 def quantize(plain: str, out: str, kind: str) -> None:
     """Write `out`, the GGUF file `plain` quantized by llama.cpp. kind: name of its file type."""
     import llama_cpp as c
@@ -98,6 +116,30 @@ def quantize(plain: str, out: str, kind: str) -> None:
     params.ftype = getattr(c, kind)
     if c.llama_model_quantize(plain.encode(), out.encode(), params):
         raise SystemExit(f"{plain}: llama.cpp did not quantize it")
+
+
+def add_sizes(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Write the sizes of the model."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    if config["model_type"] == "qwen3_5_text":
+        add_hybrid(writer, config)
+    else:
+        writer.add_rope_dimension_count(head_dim)
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
 
 
 def main() -> None:
@@ -113,31 +155,22 @@ def main() -> None:
     q8_0 = gguf.GGMLQuantizationType.Q8_0 if sys.argv[3:] else None
     config = json.loads((folder / "config.json").read_text())
     kind = config["model_type"]
-    if kind not in ("qwen2", "qwen3", "llama", "qwen3_5_text"):
-        raise SystemExit(f"model_type: {kind} is none of qwen2, qwen3, llama, qwen3_5_text")
+    if kind not in ARCHITECTURES:
+        raise SystemExit(f"model_type: {kind} is none of {', '.join(ARCHITECTURES)}")
     is_hybrid = kind == "qwen3_5_text"
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(out, "qwen35" if is_hybrid else kind)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    if is_hybrid:
-        add_hybrid(writer, config)
-    else:
-        writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    has_experts = kind == "qwen3_moe"
+    if has_experts and q8_0:
+        raise SystemExit("q8_0: not possible with experts")
+    writer = gguf.GGUFWriter(out, ARCHITECTURES[kind])
+    add_sizes(writer, config)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if q8_0 else gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("none")
-    names = HYBRID_NAMES if is_hybrid else NAMES
-    for name, weight in read(folder / "model.safetensors").items():
+    names = HYBRID_NAMES if is_hybrid else EXPERTS_NAMES if has_experts else NAMES
+    tensors = read(folder / "model.safetensors")
+    if has_experts:
+        add_experts(writer, tensors)
+    for name, weight in tensors.items():
         match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", name)
         if match and is_hybrid and (changed := hybrid_tensor(match[1], match[2], weight)):
             writer.add_tensor(*changed)
@@ -146,7 +179,8 @@ def main() -> None:
             part, _, field = match[2].rpartition(".")
             target = f"blk.{match[1]}.{names[part]}.{field}"
             if kind == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
-                weight = interleaved(weight, heads if "q_proj" in name else kv_heads)
+                weight = interleaved(
+                    weight, config["num_attention_heads" if "q_proj" in name else "num_key_value_heads"])
         else:
             target = TOP[name]
         if weight.ndim == 1:

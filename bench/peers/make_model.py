@@ -4,14 +4,15 @@
     python bench/peers/make_model.py qwen3.5-0.8b FOLDER [--mtp]
     python bench/peers/make_model.py m42 FOLDER [--tokenizer QWEN3_FOLDER]
     python bench/peers/make_model.py hybrid-m42 FOLDER
+    python bench/peers/make_model.py experts FOLDER
 
 Shapes: Qwen3-0.6B's; Qwen3.5-0.8B's text model, of gated delta net and attention; and a model of 42 million parameters
-with its embedding, 25 million without, which makes the cost around the kernels visible, also as a hybrid. --mtp adds a
-hybrid's head for multi-token prediction. Norms
-multiply by 1, and all other weights are from N(0, 0.02), but for the decay of gated delta net, which is that of
-transformers' initialization. Without --tokenizer a byte-level BPE of exactly the shape's vocabulary is made: the bytes,
-then pairs of bytes. If the tokenizer has more tokens than the shape, the first ones are taken. In a BPE these are the
-most frequent ones.
+with its embedding, 25 million without, which makes the cost around the kernels visible, also as a hybrid. `experts` is
+four layers of Qwen3-30B-A3B, with a small vocabulary, so that the LM head takes little of the time; its checkpoint has
+4.9 GB. --mtp adds a hybrid's head for multi-token prediction. Norms multiply by 1, and all other weights are from N(0,
+0.02), but for the decay of gated delta net, which is that of transformers' initialization. Without --tokenizer a byte-
+level BPE of exactly the shape's vocabulary is made: the bytes, then pairs of bytes. If the tokenizer has more tokens
+than the shape, the first ones are taken. In a BPE these are the most frequent ones.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ SHAPES: dict[str, dict[str, Any]] = {
                    "head_dim": 64, "intermediate_size": 1536, "vocab_size": 32000, "eos_token_id": 31999,
                    "linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 64,
                    "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "full_attention_interval": 4},
+    "experts": {"hidden_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 32, "num_key_value_heads": 4,
+                "head_dim": 128, "intermediate_size": 6144, "vocab_size": 4096, "eos_token_id": 4095,
+                "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
 STD = 0.02
 
@@ -47,7 +51,11 @@ STD = 0.02
 def config_of(shape: dict[str, Any]) -> dict[str, Any]:
     if is_hybrid(shape):
         return hybrid_config(shape)
-    return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
+    kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if "num_experts" in shape:
+        kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True,
+                "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return {**kind, "attention_bias": False,
             "attention_dropout": 0.0, "bos_token_id": None, "hidden_act": "silu", "initializer_range": STD,
             "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6,
             "sliding_window": None, "tie_word_embeddings": True, "dtype": "bfloat16", "torch_dtype": "bfloat16",
@@ -76,13 +84,29 @@ def hybrid_config(shape: dict[str, Any]) -> dict[str, Any]:
             "use_cache": True, **shape}
 
 
+def mlp_sizes(shape: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """Return the matrices of a layer's MLP, or of its router and experts."""
+    hidden = shape["hidden_size"]
+
+    def sizes(prefix: str, inner: int) -> dict[str, tuple[int, int]]:
+        return {f"{prefix}.gate_proj": (inner, hidden), f"{prefix}.up_proj": (inner, hidden),
+                f"{prefix}.down_proj": (hidden, inner)}
+
+    if "num_experts" not in shape:
+        return sizes("mlp", shape["intermediate_size"])
+    found = {"mlp.gate": (shape["num_experts"], hidden)}
+    for expert in range(shape["num_experts"]):
+        found |= sizes(f"mlp.experts.{expert}", shape["moe_intermediate_size"])
+    return found
+
+
 def weights_of(shape: dict[str, Any], seed: int, *, mtp: bool = False) -> dict[str, torch.Tensor]:
     """Return every tensor of the checkpoint in bfloat16; linear weights are [out, in].
 
     mtp: add a head for multi-token prediction, which needs the shape of a hybrid.
     """
     random = torch.Generator().manual_seed(seed)
-    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    hidden, head = shape["hidden_size"], shape["head_dim"]
     queries, keys = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
     hybrid = is_hybrid(shape)
 
@@ -119,8 +143,7 @@ def weights_of(shape: dict[str, Any], seed: int, *, mtp: bool = False) -> dict[s
         part = {
             "input_layernorm": norm(hidden), "post_attention_layernorm": norm(hidden),
             **(attention() if attends else delta_net()),
-            "mlp.gate_proj": normal(inner, hidden), "mlp.up_proj": normal(inner, hidden),
-            "mlp.down_proj": normal(hidden, inner)}
+            **{name: normal(*size) for name, size in mlp_sizes(shape).items()}}
         for name, tensor in part.items():
             suffix = "" if name.endswith(("A_log", "dt_bias")) else ".weight"
             weights[f"{prefix}{name}{suffix}"] = tensor

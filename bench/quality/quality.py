@@ -8,7 +8,8 @@ standard library. Both are cut into sequences of --length tokens; the runner pre
 for each format the perplexity, also in float32, and the share of positions with float32's argmax. Also prints the mean
 KL divergence from float32 in nats, and the largest logit difference. --rounded and --balanced are checkpoints of
 `npuserve quantize` with and without --calibration none, --int4-rounded and --int4 those of --scheme w4a16 with groups
-of 32; they are made where not given. --checkpoint adds another one, such as of from_gguf.py; it has the model's ids.
+of 32; they are made where not given. --checkpoint adds another one, such as of from_gguf.py or from_openvino.py; it
+has the model's ids.
 """
 
 from __future__ import annotations
