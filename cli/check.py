@@ -282,7 +282,7 @@ def served_model(
     mtp = possible_mtp(MTP_SETTINGS.get(config.speculate, "off"), prefill)
     can = backend.capabilities
     model = ModelConfig.from_folder(folder, config.lm_head_dtype, task=config.task, float8=can.float8,
-                                    int4=can.int4, mtp=mtp).sharded(shard)
+                                    int4=can.int4, stacks=can.stacks, mtp=mtp).sharded(shard)
     model = with_draft(model, draft, backend)
     obstacle = chunk_obstacle(model, backend, config.dtype, config.kv_cache_dtype)
     return drafting_config(model, backend, mtp, obstacle, config.dtype)

@@ -112,7 +112,7 @@ def compare(config: ServerConfig) -> Comparison:
                      DeviceSettings(threads=config.threads, capture_mode=config.capture))
     can = backend.capabilities
     facts = ModelConfig.from_folder(
-        folder, config.lm_head_dtype, task=config.task, float8=can.float8, int4=can.int4)
+        folder, config.lm_head_dtype, task=config.task, float8=can.float8, int4=can.int4, stacks=can.stacks)
     if facts.pooling:
         raise ConfigError("compare: answers are compared, and the model is an embedding model or a reranker, "
                           "which gives none")

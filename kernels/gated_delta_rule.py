@@ -184,9 +184,11 @@ def by_operators(
     q, k = torch_npu.npu_rms_norm(both, gamma, epsilon=NORM_EPS / key_dim)[0].split(key_heads, 1)
     v = qkv[:, 2 * key_heads * key_dim :].unflatten(1, (value_heads, value_dim))
     scale = key_dim**-0.5
-    decay, beta = gates(a, b, a_log, dt_bias, rows.forget if is_single else None)
-    if not calls_operator:
-        beta = b.float().sigmoid()  # torch's operators need not round it
+    forget = rows.forget if is_single else None
+    if calls_operator:
+        decay, beta = gates(a, b, a_log, dt_bias, forget)
+    else:  # torch's operators take beta in float32
+        decay, beta = ascend_delta.gates(a, b.float(), a_log, dt_bias, forget)
     if is_single:
         recur = _recur if calls_operator else _recur_in_torch
         return recur(q, k, v, beta, decay, memory, rows.slots, scale).flatten(1).to(qkv.dtype)

@@ -99,13 +99,13 @@ FORMATS = {"bf16": False, "w8a8": True}
 LAUNCHES = {"bf16": (12, 19), "w8a8": (13, 20)}
 """Format -> operators of a greedy decode step: for each layer, and besides the layers. A profile of the emulated NPU
 counts them (tests/e2e/emulated/test_profile.py)."""
-HYBRID_LAUNCHES = {"bf16": (27, 15, 24), "w8a8": (31, 17, 24)}
+HYBRID_LAUNCHES = {"bf16": (24, 15, 24), "w8a8": (28, 17, 24)}
 """Format -> operators of a greedy decode step of one row of a hybrid: for each layer of linear attention, for each
 layer of attention, and besides the layers (tests/npu/backends/ascend/test_hybrid.py)."""
 MIXTURES = {"Qwen3-30B-A3B": QWEN3_30B_A3B, "Qwen3.5-35B-A3B": QWEN3_5_35B_A3B}
 MIXTURE_LAUNCHES = {
     "Qwen3-30B-A3B": {"bf16": (0, 16, 21), "w8a8": (0, 16, 22)},
-    "Qwen3.5-35B-A3B": {"bf16": (37, 25, 26), "w8a8": (41, 27, 26)}}
+    "Qwen3.5-35B-A3B": {"bf16": (34, 25, 26), "w8a8": (38, 27, 26)}}
 """The same for mixtures of experts, by model (tests/npu/backends/ascend/test_experts.py). Qwen3.5 has a shared expert,
 and the counters of experts take 2 operators of a step."""
 EVENT_TASKS = 2
@@ -203,9 +203,10 @@ def decode_hybrid(config: ModelConfig, rows: int, context: int, quantized: bool)
     """Return the bytes of a greedy step of `rows` requests with `context` tokens each and states in bfloat16."""
     floats = "lm_head", "re:.*in_proj_[ab]$", "re:.*shared_expert_gate$"
     w8a8 = Quantization((((LINEAR,), W8A8()),), ignore=floats)
-    model = MetaModel(replace(config, quantization=w8a8 if quantized else None), torch.bfloat16,
-                      vocabulary_tile=CAPABILITIES.vocabulary_tile, int8_levels=CAPABILITIES.int8_levels,
-                      block_size=CAPABILITIES.block_size, state_dtype=torch.bfloat16)
+    model = MetaModel(replace(config, quantization=w8a8 if quantized else None, stacks=CAPABILITIES.stacks),
+                      torch.bfloat16, vocabulary_tile=CAPABILITIES.vocabulary_tile,
+                      int8_levels=CAPABILITIES.int8_levels, block_size=CAPABILITIES.block_size,
+                      state_dtype=torch.bfloat16)
     linears = [part.weight for block in model.weights.blocks for part in block.weights if isinstance(part, Linear)]
     paged = [state for state in model.states if isinstance(state, KeysAndValues)]
     fixed = [state for state in model.states if isinstance(state, Slots)]

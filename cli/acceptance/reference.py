@@ -51,7 +51,7 @@ def load(
     The KV cache holds max_num_seqs requests of max_model_len tokens, or fewer if they do not fit.
     """
     can = backend.capabilities
-    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=can.float8, int4=can.int4)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=can.float8, int4=can.int4, stacks=can.stacks)
     plan = predict(config, backend, dtype=dtype, max_model_len=max_model_len, block_size=block_size,
                    kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
                    max_num_batched_tokens=max_num_batched_tokens)

@@ -274,7 +274,7 @@ def load(
     """
     device = select(backend, emulate, DeviceSettings(threads=threads))
     can = device.capabilities
-    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=can.float8, int4=can.int4)
+    config = ModelConfig.from_folder(folder, lm_head_dtype, float8=can.float8, int4=can.int4, stacks=can.stacks)
     if layers > config.num_layers:
         raise ModelError(f"layers: {layers} are more than the {config.num_layers} that the model has")
     resolved_dtype: torch.dtype = getattr(torch, device.resolve_dtype(dtype, config.dtype))

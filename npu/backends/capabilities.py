@@ -32,6 +32,8 @@ class Capabilities:
     ragged_experts: groups of 4 bits may not divide the columns of an expert.
     widens_routers: the router multiplies by a copy of its weight in float32, which is kept beside other dtypes.
     rounds_draft_head: an LM head in int8 beside one of floats makes the drafts of an MTP head faster.
+    stacks: the kernels read columns of a wider matrix, so that products of one input are stored as one, where layer and
+        forms allow it. Saves launches.
     counts_together: the counters of all layers are added to once a step (`StateStore.count`), not by kernels of each.
 
     State of requests:
@@ -81,6 +83,7 @@ class Capabilities:
     ragged_experts: bool = True
     widens_routers: bool = False
     rounds_draft_head: bool = False
+    stacks: bool = False
     counts_together: bool = False
 
     block_size: int

@@ -158,7 +158,7 @@ def _config(
     shard = Shard(group.rank, group.size, expert_parallel) if group else Shard(whole_experts=expert_parallel)
     can = device.capabilities
     return ModelConfig.from_folder(
-        folder, lm_head_dtype, task=task, float8=can.float8, int4=can.int4, mtp=mtp).sharded(shard)
+        folder, lm_head_dtype, task=task, float8=can.float8, int4=can.int4, stacks=can.stacks, mtp=mtp).sharded(shard)
 
 
 def check_draft_device(draft: Path | str, host: Backend | None) -> None:

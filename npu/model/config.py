@@ -57,6 +57,7 @@ class ModelConfig:
     dtype: dtype of the checkpoint, as named in config.json.
     quantization: schemes of the int8 or float8 linear layers; None if there are none.
     converts_float8, converts_int4: layers in float8, or in 4 bits, become floats while loading.
+    stacks: matrices with the same input are stored as one where layer and forms allow it (`Layer.stackable`).
     lm_head_dtype: dtype of the served LM head and of a tied embedding; "auto" for the checkpoint's.
     draft_head_dtype: dtype of the LM head of an MTP head; "auto" for the served one, "int8" for one of its own beside a
         served one of floats.
@@ -85,6 +86,7 @@ class ModelConfig:
     quantization: Quantization | None = None
     converts_float8: bool = False
     converts_int4: bool = False
+    stacks: bool = False
     lm_head_dtype: HeadDtype = "auto"
     draft_head_dtype: HeadDtype = "auto"
     shard: Shard = WHOLE
@@ -280,6 +282,7 @@ class ModelConfig:
         task: TaskSetting = "auto",
         float8: bool = True,
         int4: bool = True,
+        stacks: bool = False,
         mtp: MtpSetting = "off",
     ) -> ModelConfig:
         """Read `folder`/config.json, and how the model pools. Raises ModelError.
@@ -287,6 +290,7 @@ class ModelConfig:
         task: see `read_pooling`.
         float8, int4: the device multiplies weights in float8, and in 4 bits (`Capabilities`). Others become floats
             while loading.
+        stacks: the device stacks matrices (`Capabilities.stacks`).
         mtp: whether the head for multi-token prediction is loaded.
         """
         data = _read(Path(folder))
@@ -296,7 +300,7 @@ class ModelConfig:
         pooling = read_pooling(Path(folder), task)
         config = replace(
             ModelConfig.from_dict(data, is_pooling=pooling is not None), lm_head_dtype=lm_head_dtype,
-            converts_float8=not float8, converts_int4=not int4)
+            converts_float8=not float8, converts_int4=not int4, stacks=stacks)
         if description := next(iter(sorted(Path(folder).glob(modelslim.DESCRIPTIONS))), None):
             config = replace(config, quantization=_modelslim(description))
             _check_tied(config)

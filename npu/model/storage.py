@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,11 +77,36 @@ def stored_blocks(config: ModelConfig, index: int) -> list[StoredBlock]:
     for block in config.layers[index]:
         prefix = config.layer_name(index)
         layer = block.layer.local(config.shard)
-        blocks.append(StoredBlock(
-            _norm(config, prefix + block.norm), layer,
-            {field: _stored(config, f"{prefix}{block.name}.", parameter, layer.experts_of(field))
-             for field, parameter in block.layer.parameters(config.hidden_size, config.shard).items()}))
+        parameters = {
+            field: _stored(config, f"{prefix}{block.name}.", parameter, layer.experts_of(field))
+            for field, parameter in block.layer.parameters(config.hidden_size, config.shard).items()}
+        if config.stacks:
+            parameters = _stacked(parameters, layer.stackable)
+        blocks.append(StoredBlock(_norm(config, prefix + block.norm), layer, parameters))
     return blocks
+
+
+def _stacked(
+    parameters: dict[str, StoredArray | StoredMatrix], fields: Sequence[str]
+) -> dict[str, StoredArray | StoredMatrix]:
+    """Return the parameters with neighbours of `fields` stored as one matrix, where their forms allow it.
+
+    fields: `Layer.stackable`.
+    """
+    stacked = dict(parameters)
+    above = ""
+    for field in fields:
+        first = stacked.get(above)
+        matrix = stacked[field]
+        stack = None
+        if isinstance(first, StoredMatrix) and isinstance(matrix, StoredMatrix):
+            stack = first.stacked_with(matrix)
+        if stack is None:
+            above = field
+        else:
+            stacked[above] = stack
+            del stacked[field]
+    return stacked
 
 
 def _stored(

@@ -90,7 +90,7 @@ class AscendBackend(StreamBackend):
     errors = fault_codes.AscendErrors()
     capabilities = Capabilities(
         dtypes=("bfloat16", "float16"), vocabulary_tile=64, int8_levels=ascend.LEVELS, int4=True, int4_rows=WORD_CODES,
-        experts=True, ragged_experts=False, widens_routers=True, counts_together=True,
+        experts=True, ragged_experts=False, widens_routers=True, stacks=True, counts_together=True,
         block_size=ascend.BLOCK, block_multiple=ascend.BLOCK, max_block_size=ascend.BLOCK, padding_blocks=1,
         cache_dtypes=(torch.int8,), scale_dtype=torch.float32, offloads=True, fixed_state=True,
         state_dtypes=("bfloat16", "float32"),

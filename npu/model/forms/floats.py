@@ -52,6 +52,9 @@ class Floats(StoredForm):
             8 * dtype.itemsize,
             "npuserve quantize makes a checkpoint in int8 of this one, which takes no more than float8")
 
+    def stacked_with(self, other: StoredForm) -> StoredForm | None:
+        return Floats({**self.converted, **other.converted}) if isinstance(other, Floats) else None
+
     @property
     def is_float(self) -> bool:
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -70,6 +70,13 @@ class StoredForm(ABC):
         """Return how a part of the matrix changes its form while loading so that it takes more memory; None if not."""
         return None
 
+    def stacked_with(self, other: StoredForm) -> StoredForm | None:
+        """Return the form of a matrix of this form with the rows of one of the form `other` below.
+
+        None if there is no such form, or if its products could differ from those of the two matrices.
+        """
+        return None
+
     @property
     def is_float(self) -> bool:
         """True if the numbers have the dtype of the activations. In bfloat16 they may be compact."""
@@ -116,6 +123,21 @@ class StoredMatrix:
     def adds_bias(self) -> bool:
         """Return True if this shard has the biases."""
         return self.biased and self.columns.first == 0
+
+    def stacked_with(self, other: StoredMatrix) -> StoredMatrix | None:
+        """Return this matrix with the rows of another one below; None if they cannot be stored as one."""
+        form = self.form.stacked_with(other.form)
+        if form is None or self.biased or other.biased or self.columns != other.columns:
+            return None
+        parts = dict(self.parts)
+        for name, rows in other.parts.items():
+            if (above := parts.get(name)) is None:
+                parts[name] = rows
+            elif name == next(reversed(parts)):
+                parts[name] = Rows(above.ranges + rows.ranges, rows.whole)
+            else:
+                return None
+        return replace(self, parts=parts, form=form)
 
     def nbytes(self, dtype: torch.dtype, backend: Backend) -> int:
         """Return the bytes of the matrix and its bias of `dtype`."""

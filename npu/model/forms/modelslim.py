@@ -113,11 +113,10 @@ class ModelSlimInt4(ModelSlimInt8):
 
 def _pairs(name: str, rows: Span | Rows) -> Span | Rows:
     """Return the rows of pairs that hold these. Raises ModelError if they begin or end within a pair."""
-    ranges = rows.ranges if isinstance(rows, Rows) else ((rows.first, rows.size),)
-    if rows.whole % 2 or any(first % 2 or size % 2 for first, size in ranges):
+    if rows.whole % 2 or any(first % 2 or size % 2 for first, size in rows.ranges):
         raise ModelError(f"{name}: has an odd number of rows on a rank, and stores its rows in pairs (W4A8_DYNAMIC); "
                          "choose another tensor_parallel_size")
-    halves = tuple((first // 2, size // 2) for first, size in ranges)
+    halves = tuple((first // 2, size // 2) for first, size in rows.ranges)
     return Rows(halves, rows.whole // 2) if isinstance(rows, Rows) else Span(*halves[0], rows.whole // 2)
 
 

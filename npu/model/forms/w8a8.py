@@ -92,6 +92,9 @@ class _Numbers8(StoredForm):
         static = StaticInputs(inputs, torch.empty(parts), torch.zeros(parts).int())
         return AllocatedWeight(weight, self.targets(matrix, weight) | static.targets(matrix.parts), static.merge)
 
+    def stacked_with(self, other: StoredForm) -> StoredForm | None:
+        return self if self == other and self.scheme.dynamic else None  # scales by row, and no range of inputs to merge
+
     @property
     def golden_copies(self) -> int:
         return 1 if self.scheme.symmetric else 2  # zero points make a second copy
@@ -213,10 +216,9 @@ def _block_scale_targets(matrix: StoredMatrix, scheme: W8A8, weight: QuantizedWe
     columns = matrix.columns
     for name, rows in matrix.parts.items():
         into = weight.scale[first : first + rows.size]
-        ranges = rows.ranges if isinstance(rows, Rows) else ((rows.first, rows.size),)
         shape = -(-rows.whole // BLOCK), -(-columns.whole // BLOCK)
         targets[f"{name}.{scheme.scale_name}"] = Target(
-            partial(_put_block_scales, into, ranges, columns.first // BLOCK), (shape,), into.nbytes)
+            partial(_put_block_scales, into, rows.ranges, columns.first // BLOCK), (shape,), into.nbytes)
         first += rows.size
     return targets
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from npuserve.kernels.layer import Linear
+    from npuserve.kernels.registry import KernelSet
 
 
 class GatedDeltaNetWeights(NamedTuple):
@@ -24,17 +25,19 @@ class GatedDeltaNetWeights(NamedTuple):
     qkv [2 Hk Dk + Hv Dv, H]: queries, keys, values; z [Hv Dv, H]; a, b [Hv, H]; out [H, Hv Dv].
     conv [2 Hk Dk + Hv Dv, K], for a kernel of K tokens.
     a_log, dt_bias [Hv] float32; norm [Dv].
+
+    z, a, b: None where their rows follow those of the field before (`GatedDeltaNet.stackable`).
     """
 
     qkv: Linear
-    z: Linear
-    a: Linear
-    b: Linear
     conv: Tensor
     a_log: Tensor
     dt_bias: Tensor
     norm: Tensor
     out: Linear
+    z: Linear | None = None
+    a: Linear | None = None
+    b: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,10 @@ class GatedDeltaNet(Layer):
         return "causal_conv_silu", "gated_delta_rule", "gated_rms_norm"
 
     @property
+    def stackable(self) -> tuple[str, ...]:
+        return "qkv", "z", "a", "b"
+
+    @property
     def operator_sizes(self) -> dict[str, tuple[int, ...]]:
         return {"gated_delta_rule": (self.key_heads, self.value_heads, self.key_dim, self.value_dim)}
 
@@ -130,12 +137,26 @@ class GatedDeltaNet(Layer):
         self, x: Tensor, weights: GatedDeltaNetWeights, state: tuple[Tensor, Tensor], inputs: Inputs
     ) -> Tensor:
         k, (window, memory), w = inputs.kernels, state, weights
-        a, b, z, qkv = (k.linear(x, linear.weight, linear.bias) for linear in (w.a, w.b, w.z, w.qkv))
+        qkv, z, a, b = self._projected(x, w, k)
         mixed = k.causal_conv_silu(qkv, w.conv, window, inputs.attention, inputs.state_slots)
         out = k.gated_delta_rule(
             mixed, a, b, w.a_log, w.dt_bias, memory, inputs.attention, inputs.state_slots, self.key_heads)
         normed = k.gated_rms_norm(out, z, w.norm, inputs.eps)
         return k.linear(normed, w.out.weight, w.out.bias)
+
+    def _projected(self, x: Tensor, weights: GatedDeltaNetWeights, kernels: KernelSet) -> list[Tensor]:
+        """Return the products of x with the matrices of `stackable`."""
+        projected: list[Tensor] = []
+        widths: list[int] = []  # of the matrices whose rows the next product has
+        fields = zip((weights.b, weights.a, weights.z, weights.qkv),
+                     (self.value_heads, self.value_heads, self.values, self.channels), strict=True)
+        for linear, width in fields:
+            widths.insert(0, width)
+            if linear is not None:
+                product = kernels.linear(x, linear.weight, linear.bias)
+                projected = [*(product.split(widths, 1) if len(widths) > 1 else [product]), *projected]
+                widths = []
+        return projected
 
     @property
     def output_width(self) -> int:

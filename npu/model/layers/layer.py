@@ -185,6 +185,14 @@ class Layer(ABC):
         """True if a kernel computes from the layer's input in float32 (`add_rms_norm`)."""
         return False
 
+    @property
+    def stackable(self) -> tuple[str, ...]:
+        """Fields of matrices with the same input, of which neighbours may be stored as one (`ModelConfig.stacks`).
+
+        The first field of a stack has the rows of all its matrices, in this order, and the others are None.
+        """
+        return ()
+
     def experts_of(self, field: str) -> int:
         """Return the number of experts whose matrices are the rows of a field of the weights; 0 for one matrix."""
         return 0

@@ -32,6 +32,11 @@ class Span(NamedTuple):
         """Return the range of rows if each unit of this one has `width` rows."""
         return Span(self.first * width, self.size * width, self.whole * width)
 
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """(first row, number of rows) of the range, as `Rows.ranges`."""
+        return ((self.first, self.size),)
+
 
 class Rows(NamedTuple):
     """Ranges of rows of a tensor in the checkpoint, stacked in this order.

@@ -33,6 +33,7 @@ from tests.npu.backends.small import GREEDY, answers, asks, ids_of, sampled_asks
 from tests.npu.emulator.child import emulated, needs_npu, run
 from tests.npu.emulator.ranks import Place, on_ranks
 from tests.support import loop
+from tests.support.benches import bench
 from tests.support.int4_checkpoints import to_int4
 from tests.support.oracle_drafts import drafting_of
 
@@ -339,6 +340,30 @@ def test_mixture_launches_of_a_shared_expert(tmp_path: Path, form: str) -> None:
         assert not expected - layer, layer - expected
     attention = {"floats": 12, "W8A8": 13}[form]
     assert layer.total() - EVENT.total() == attention + (MLP[form] + SHARED[form]).total()
+
+
+@pytest.mark.parametrize("form", ["bf16", "w8a8"])
+@emulated()
+def test_mixture_launches_are_those_of_the_roofline(tmp_path: Path, form: str) -> None:
+    """Of a step of one row: in each layer, without the event of the lengths, and besides the layers."""
+
+    def tasks(name: str, family: Family, **sizes: Any) -> int:
+        folder = saved_mixture(tmp_path / name, family, head_dim=128, width=64, shared=64, **sizes)
+        if form == "w8a8":
+            quantize_checkpoint(folder, tmp_path / f"{name} in int8")
+            folder = tmp_path / f"{name} in int8"
+        dispatch = load(folder, dtype="bfloat16", decode_buckets=(1,), **MEMORY)._dispatch
+        return nodes(dispatch.decodes.argmax, 1, tmp_path / "graph.json").total()
+
+    built = bench("kernels.roofline").MIXTURE_LAUNCHES
+    two, one = (tasks(f"{layers} layers", "qwen3", layers=layers) for layers in (2, 1))
+    assert built["Qwen3-30B-A3B"][form] == (0, two - one - EVENT.total(), 2 * one - two)
+    longest, attention, shortest = (
+        tasks(f"attention in {full}", "qwen3_5", layers=max(full) + 1, full=full) for full in ((2,), (1, 2), (1,)))
+    of_linear = longest - shortest
+    of_attention = attention - shortest
+    assert built["Qwen3.5-35B-A3B"][form] == (
+        of_linear, of_attention - EVENT.total(), shortest - of_linear - of_attention)
 
 
 @emulated(relax=RELAX)

@@ -33,6 +33,7 @@ from tests.npu.backends.small import GREEDY, Ask, answers, asks, ids_of, sampled
 from tests.npu.emulator.child import emulated, needs_npu, run
 from tests.npu.emulator.ranks import Place, on_ranks
 from tests.support import loop
+from tests.support.benches import bench
 from tests.support.oracle_drafts import drafting_of
 
 MEMORY = {"kv_cache_memory": 64 << 20}
@@ -92,36 +93,46 @@ HEADS = {"1/1": (1, 1), "1/2": (1, 2), "2/2": (2, 2), "2/6": (2, 6)}
 LAYERS: dict[str, dict[str, Any]] = {
     "3 of 4": {"head_dim": 256}, "2 of 3": {"layers": 3, "full": (1,), "head_dim": 128},
     "1 of 2": {"layers": 2, "full": (0,), "head_dim": 64}}
-DIMS = {"operator": 128, "fallback": 64}
-"""What computes the rule -> size of the heads of linear attention."""
+DIMS = {"operator": 128, "triton": 64, "fallback": 64}
+"""What computes chunks -> size of the heads of linear attention. The stand-in for the Triton kernel is there for
+"triton" alone."""
 CONFIGURATIONS = [(heads, layers, by) for heads in HEADS for layers in LAYERS for by in DIMS]
 """docs/models.md has them as a table."""
 NEAR_TIES = [("2/2", "3 of 4", "operator")]
 """Configurations in which one of four requests differs from a token on."""
-DEFAULT = [("2/6", "2 of 3", "operator"), ("1/2", "1 of 2", "fallback")]
+DEFAULT = [("2/6", "2 of 3", "operator"), ("2/6", "2 of 3", "triton"), ("1/2", "1 of 2", "fallback")]
 
 
 @pytest.mark.parametrize(("heads", "layers", "by"), [
     pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.full, id=", ".join(case))
     for case in CONFIGURATIONS])
-@emulated(relax=RELAX, poison=True)
+@needs_npu
 def test_hybrid_configuration_equals_cpu(tmp_path: Path, heads: str, layers: str, by: str) -> None:
-    """Without the operators decode rows are captured, and chunks are computed token by token.
+    """By operators of torch chunks are computed token by token, and only decode rows are captured.
 
     The operators' results are in bfloat16 even here, so that a near tie may fall the other way.
     """
+    run(configuration_equals_cpu, {"folder": tmp_path, "heads": heads, "layers": layers, "by": by},
+        {"relax": RELAX, "poison": True, "triton": by == "triton"})
+
+
+def configuration_equals_cpu(folder: Path, heads: str, layers: str, by: str) -> None:
     key_heads, value_heads = HEADS[heads]
-    saved_hybrid(
-        tmp_path, key_heads=key_heads, value_heads=value_heads, linear_dim=DIMS[by], **LAYERS[layers], seed=3)
-    npu = load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)
+    saved_hybrid(folder, key_heads=key_heads, value_heads=value_heads, linear_dim=DIMS[by], **LAYERS[layers], seed=3)
+    npu = load(folder, decode_buckets=(1, 2, 4), **MEMORY)
     assert npu.fallbacks == ([] if by == "operator" else ["gated_delta_rule"])
+    emulator.log_tasks(True)
     got, results = answers(npu, asks(4, 6))
-    expected, _ = answers(on_cpu(tmp_path), asks(4, 6))
+    emulator.log_tasks(False)
+    expected, _ = answers(on_cpu(folder), asks(4, 6))
     assert got == expected or (
         (heads, layers, by) in NEAR_TIES and sum(a == b for a, b in zip(got, expected, strict=True)) == 3)
     decodes = [result for result in results if result.captured_decodes]
     assert len(decodes) > 5
-    assert all(result.captured for result in results) == (by == "operator")
+    assert all(result.captured for result in results) == (by != "fallback")
+    called = {task.name for task in emulator.tasks()}
+    assert ("aclnnChunkGatedDeltaRule" in called) == (by == "operator")
+    assert ("delta_rule_kernel" in called) == (by == "triton")
 
 
 @emulated(relax=RELAX)
@@ -344,8 +355,10 @@ def test_hybrid_tokens_of_two_ranks_equal_those_of_one_device(place: Place, tmp_
 
 
 LAUNCHES = {
-    "operators": {"1": (27, 15), "4": (27, 16), "chunk": (33, 16)},
-    "triton": {"1": (15, 12), "4": (15, 12), "chunk": (19, 12)}}
+    ("operators", "bf16"): {"1": (24, 15), "4": (24, 16), "chunk": (30, 16)},
+    ("triton", "bf16"): {"1": (12, 12), "4": (12, 12), "chunk": (16, 12)},
+    ("operators", "w8a8"): {"1": (28, 17), "4": (28, 18), "chunk": (34, 18)},
+    ("triton", "w8a8"): {"1": (16, 14), "4": (16, 14), "chunk": (20, 14)}}
 """Step -> tasks of a layer of linear attention, and of one of attention without the two of its lengths' event."""
 VLLM_ASCEND = 20
 """Tasks of vllm-ascend's layer of linear attention in a decode step, counted from its sources
@@ -354,16 +367,20 @@ FUSED = ("conv_silu_kernel", "delta_gates_kernel", "gated_rms_norm_kernel")
 
 
 @needs_npu
-@pytest.mark.parametrize("triton", [False, True], ids=["operators", "triton"])
-def test_hybrid_launches_of_layers_by_kind(tmp_path: Path, triton: bool) -> None:
-    run(check_launches, {"folder": tmp_path, "triton": triton}, {"triton": triton})
+@pytest.mark.parametrize(("by", "form"), LAUNCHES)
+def test_hybrid_launches_of_layers_by_kind(tmp_path: Path, by: str, form: str) -> None:
+    run(check_launches, {"folder": tmp_path, "by": by, "form": form}, {"triton": by == "triton"})
 
 
-def check_launches(folder: Path, triton: bool) -> None:
-    expected = LAUNCHES["triton" if triton else "operators"]
+def check_launches(folder: Path, by: str, form: str) -> None:
+    expected = LAUNCHES[by, form]
+    triton = by == "triton"
     found = []
     for full in ((2,), (1, 2), (1,)):
-        model = saved_hybrid(folder / repr(full), layers=max(full) + 1, full=full)
+        model = saved_hybrid(folder / repr(full), layers=max(full) + 1, full=full, inner=80)
+        if form == "w8a8":
+            quantize_checkpoint(model, folder / f"int8 {full}")
+            model = folder / f"int8 {full}"
         dispatch = load(model, dtype="bfloat16", decode_buckets=(1, 4), **MEMORY)._dispatch
         found.append({kind: nodes(dispatch.chunks.hidden, 64, folder / "graph.json") if kind == "chunk" else
                       nodes(dispatch.decodes.argmax, int(kind), folder / "graph.json") for kind in expected})
@@ -374,6 +391,10 @@ def check_launches(folder: Path, triton: bool) -> None:
         assert (linear.total(), full_layer.total() - EVENT.total()) == counts, (kind, linear, full_layer)
         assert [linear[kernel] for kernel in FUSED] == [int(triton)] * 3
         assert not triton or linear.total() <= VLLM_ASCEND
+    if not triton:  # docs/ascend-roofline.md counts one row
+        layers = expected["1"]
+        others = shorter["1"].total() - sum(layers) - EVENT.total()
+        assert bench("kernels.roofline").HYBRID_LAUNCHES[form] == (*layers, others)
 
 
 @emulated(relax=RELAX)
@@ -425,6 +446,19 @@ def test_hybrid_operators_are_called() -> None:
         torch.npu.synchronize()
         emulator.log_tasks(False)
         assert (task in {each.name for each in emulator.tasks()}) == present
+
+
+@emulated()
+def test_hybrid_rule_by_operators_of_torch_computes_the_gates_once() -> None:
+    case = next(case for case in gated_delta_rule.cases if "16x16" in case.name)
+    made = gated_delta_rule.implementations["ascend"]
+    args = made.adapt(case.make(torch.Generator().manual_seed(0), torch.bfloat16))
+    emulator.log_tasks(True)
+    made.function(*args)
+    torch.npu.synchronize()
+    emulator.log_tasks(False)
+    counted = Counter(task.name for task in emulator.tasks())
+    assert (counted["aclnnSigmoid"], counted["aclnnSoftplus"]) == (1, 1)
 
 
 # Drafts
