@@ -21,7 +21,7 @@ from npuserve.kernels.registry import KERNELS
 from npuserve.npu import storyteller
 from npuserve.npu.backends import machine
 from tests.cli.acceptance.running import few_tokens, few_wide_tokens, narrow_lm_heads
-from tests.npu.emulator.child import emulated
+from tests.npu.emulator.child import emulated, needs_npu, run
 
 RELAX = ("fp32", "small_heads")
 
@@ -126,9 +126,19 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.full), -1])
-@emulated(relax=RELAX)
-def test_variants_of_a_hybrid_pass(place: int) -> None:
+@pytest.mark.parametrize(("place", "operators"), [
+    pytest.param(0, True, marks=pytest.mark.full), (-1, True), pytest.param(0, False, marks=pytest.mark.full)])
+@needs_npu
+def test_variants_of_a_hybrid_pass(place: int, operators: bool) -> None:
+    """Without the operators of the delta rule its Triton kernel, here the stand-in, computes decode rows and chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not operators:
+            patch.setenv("EMULATED_CANN_WITHOUT", "aclnnRecurrentGatedDeltaRule aclnnChunkGatedDeltaRule")
+        run(check_variants_of_a_hybrid, {"place": place}, {"relax": RELAX, "triton": not operators},
+            fresh=not operators)
+
+
+def check_variants_of_a_hybrid(place: int) -> None:
     """In bfloat16 alone, with states in it: the CPU's rounded reference has the same."""
     from npuserve.npu.backends import select
 
