@@ -25,7 +25,7 @@ from npuserve.npu.quantization.assignment import Quantization
 from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.quantize.checkpoint import quantize_checkpoint
 from npuserve.npu.quantize.rounding import Int4Rounding, Int8Rounding
-from tests.npu.backends.hybrid import HIDDEN, saved_hybrid
+from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.backends.mixture import saved_mixture
 
 FIELDS = "qkv", "z", "a", "b"
@@ -60,7 +60,7 @@ def check(apart: LoadedBlock, stacked: LoadedBlock, stacks: Sequence[Sequence[st
         slots = torch.zeros(1, dtype=torch.int64)
         inputs = Inputs(KernelSet("golden"), slots, slots, metadata, slots, torch.zeros(1, 1), 1e-6)
         state = tuple(torch.zeros(1, *shape) for shape in block.layer.state.shapes)  # type: ignore[union-attr]
-        x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(tokens, len(block.norm), generator=torch.Generator().manual_seed(0))
         results.append(block.layer.forward(x, block.weights, state, inputs))
     torch.testing.assert_close(*results)
 
@@ -84,6 +84,16 @@ def test_projections_in_int8_are_one_matrix_and_those_in_floats_another(tmp_path
     folder = saved_hybrid(tmp_path / "floats", layers=2, full=(1,))
     quantize_checkpoint(folder, tmp_path / "int8", rounding=Int8Rounding(modelslim=form == "ModelSlim"))
     check(*mixers(tmp_path / "int8"), [("qkv", "z"), ("a", "b")])
+
+
+def test_projections_that_become_floats_are_one_matrix(tmp_path: Path) -> None:
+    """qkv and z of a float8 checkpoint, on a device that does not multiply float8, beside a and b."""
+    from tests.support.hybrids import random_hybrid
+    from tests.support.models import saved_w8a8
+
+    blocks = W8A8(per_channel=False, float8=True, blocks=True)
+    folder = saved_w8a8(random_hybrid(0), tmp_path, blocks, ignore=("lm_head", "re:.*in_proj_[ab]"))
+    check(*mixers(folder, converts_float8=True), [FIELDS])
 
 
 def test_projections_of_mixed_forms_are_stored_apart(tmp_path: Path) -> None:
