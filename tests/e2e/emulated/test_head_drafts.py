@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,10 +38,6 @@ def samples(server: Server) -> list[list[int]]:
     return [list(sample.token_ids) for sample in server.stub.Generate(ask, timeout=100).samples]
 
 
-def decoded(server: Server) -> Sequence[float]:
-    return [server.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "decoder", "eager")]
-
-
 def test_answers_and_samples_of_a_hybrid_with_drafts_are_those_of_the_cpu(tmp_path: Path) -> None:
     """Rows of up to 4 tokens are verified, and drafts made, in captured steps.
 
@@ -56,11 +51,10 @@ def test_answers_and_samples_of_a_hybrid_with_drafts_are_those_of_the_cpu(tmp_pa
         found = answers(npu), samples(npu)
         drafted, accepted = (npu.metric(f"npuserve_{name}_tokens_total", kind="mtp")
                              for name in ("draft", "accepted_draft"))
-        captured, decoder, eager = decoded(npu)
+        captured, eager = (npu.metric("npuserve_step_seconds_count", mode=mode) for mode in ("captured", "eager"))
         assert npu.metric("npuserve_state_slots", state="used") == 0
         assert npu.stop() == 0
     assert found == expected
     assert [len(ids) for ids in found[1]] == [ANSWER] * SAMPLES
     assert 0.1 * drafted < accepted < drafted
-    assert captured + accepted >= (len(PROMPTS) + SAMPLES) * (ANSWER - 1)
-    assert decoder == eager == 0
+    assert captured > 0 == eager
