@@ -39,7 +39,7 @@ class LoadedBlock:
 
     @property
     def linears(self) -> list[Linear]:
-        """The linear layers in the order of their use."""
+        """The linear layers in the order of their fields."""
         return [each for each in self.weights if isinstance(each, Linear)]
 
 
