@@ -112,7 +112,7 @@ class DeltaKernels:
         def run(function: Callable[..., Tensor], step: _Step) -> list[Tensor]:
             channels, taps = shape
             state = self._normal(step.slots_in_all, channels, taps - 1, dtype=dtype)
-            x = self._normal(step.tokens, channels, dtype=dtype)
+            x = self._columns(step.tokens, channels, dtype)
             weight = self._normal(channels, taps, dtype=dtype)
             return [function(x, weight, state, step.metadata, step.slots), state]
 
@@ -123,7 +123,7 @@ class DeltaKernels:
         """Return the launch of the gates, or the function of operators of torch."""
 
         def run(function: Callable[..., tuple[Tensor, Tensor]], step: _Step) -> list[Tensor]:
-            a, b = (self._normal(step.tokens, heads, dtype=dtype) for _ in "ab")
+            a, b = (self._columns(step.tokens, heads, dtype) for _ in "ab")
             weights = [self._normal(heads, dtype=torch.float32) for _ in "ab"]
             forget = self._normal(step.tokens, 1, dtype=torch.float32) if step.is_decode else None
             return [*function(a, b, *weights, forget)]
@@ -136,14 +136,16 @@ class DeltaKernels:
     ) -> Callable[..., Tensor] | None:
         """Return the launch of the rule; None where there is none that agrees with operators of torch."""
         key_heads, value_heads, key_dim, value_dim = sizes
+        # A state in float32 has the rounding of queries and keys in narrower dtypes, which the kernel does not round.
+        rounded = min(dtype, state_dtype, key=lambda each: each.itemsize)
 
         def run(function: Callable[..., Tensor], step: _Step) -> list[Tensor]:
             qkv = self._normal(step.tokens, 2 * key_heads * key_dim + value_heads * value_dim, dtype=dtype)
-            a, b = (self._normal(step.tokens, value_heads, dtype=dtype) for _ in "ab")
+            a, b = (self._columns(step.tokens, value_heads, dtype) for _ in "ab")
             weights = [self._normal(value_heads, dtype=torch.float32) for _ in "ab"]
             state = self._normal(step.slots_in_all, value_heads, key_dim, value_dim, dtype=state_dtype)
             result = function(qkv, a, b, *weights, state, step.metadata, step.slots, key_heads, NORM_EPS)
-            return [result, state]
+            return [result, state.to(rounded)]
 
         def plain(*args: Any) -> Tensor:
             result: Tensor = by_operators(*args[:-1], NO_OPERATORS)
@@ -158,7 +160,8 @@ class DeltaKernels:
         """Return the launch of the gated norm, or `plain` where it does not agree with that."""
 
         def run(function: Callable[..., Tensor], step: _Step) -> list[Tensor]:
-            x, z = (self._normal(step.tokens, width, dtype=dtype) for _ in "xz")
+            x = self._normal(step.tokens, width, dtype=dtype)
+            z = self._columns(step.tokens, width, dtype)
             return [function(x, z, self._normal(size, dtype=gamma_dtype), 1e-6)]
 
         key = dtype, gamma_dtype, width, size
@@ -198,6 +201,10 @@ class DeltaKernels:
             results.append([tensor.cpu() for tensor in run(function, step)])
         return all(bool(((a.float() - b.float()).abs() <= TOLERANCE[b.dtype] * (1 + b.float().abs())).all())
                    for a, b in zip(*results, strict=True))
+
+    def _columns(self, tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return columns of a wider matrix, as the parts of a layer's product are (`Capabilities.stacks`)."""
+        return self._normal(tokens, 2 * width, dtype=dtype)[:, width:]
 
     def _normal(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(dtype).to(self._device)
