@@ -25,7 +25,8 @@ PRIORITY_RANGE = (-100, 100)
 """Allowed range of a request's priority. Lower values run earlier."""
 RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535), "metrics_port": (0, 65535), "max_model_len": (0, 1 << 24), "block_size": (0, 1024),
-    "kv_cache_memory": (0, 1 << 50), "kv_offload_memory": (0, 1 << 50), "max_num_seqs": (1, 65536),
+    "kv_cache_memory": (0, 1 << 50), "kv_offload_memory": (0, 1 << 50),
+    "kv_store_memory": (0, 1 << 50), "kv_store_timeout_seconds": (0.01, 60), "max_num_seqs": (1, 65536),
     "max_num_batched_tokens": (1, 1 << 20),
     "max_queue": (0, 1 << 20), "max_requests_per_client": (0, 1 << 20), "max_preparing": (1, 1 << 20),
     "max_refusals_per_second": (0, 1 << 20),
@@ -70,6 +71,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: tokens per KV-cache block; 0 takes the backend's choice.
     kv_cache_memory: bytes; 0 takes a share of the free memory.
     kv_offload_memory: bytes; 0 keeps no evicted blocks and states.
+    kv_store: HOST:PORT of a store's master; "" is no store.
+    kv_store_memory: bytes that this server lends to the store.
     max_queue: maximum number of waiting requests.
     emulate_relax, decode_buckets: comma-separated lists, parsed by `relaxations` and `buckets`.
 
@@ -114,6 +117,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int = 1
     prefix_cache: bool = True
     kv_offload_memory: int = 0
+    kv_store: str = ""
+    kv_store_secret: str = ""
+    kv_store_memory: int = 1 << 30
+    kv_store_timeout_seconds: float = 1.0
     share_prefix_cache: Literal["tenant", "all"] = "tenant"
     kv_events: Literal["off", "grpc", "zmq"] = "off"
     kv_events_endpoint: str = "tcp://*:5557"
@@ -234,6 +241,23 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def _check_prefix_cache(self) -> None:
         if self.kv_offload_memory and not self.prefix_cache:
             raise ConfigError("kv_offload_memory: there are no prefixes to keep without prefix_cache")
+        if self.kv_store_secret and not self.kv_store:
+            raise ConfigError("kv_store_secret: there is no store; kv_store names one")
+        if not self.kv_store:
+            return
+        match = re.fullmatch(r"(?:[^\s:/\[\]]+|\[[0-9A-Fa-f:.]+\]):(\d{1,5})", self.kv_store)
+        if not match or not 1 <= int(match[1]) <= 65535:
+            raise ConfigError(f"kv_store: {self.kv_store!r} must be HOST:PORT of the store's master, with a port in "
+                              "[1, 65535], as in 10.0.0.5:50051")
+        if not self.kv_offload_memory:
+            raise ConfigError("kv_store: needs kv_offload_memory, through which blocks are saved and loaded")
+        if not self.kv_store_secret:
+            raise ConfigError("kv_store_secret: is missing; kv_store needs a file of a secret, the same on all servers "
+                              "that share prefixes, as `openssl rand -hex 32` writes")
+        if self.tensor_parallel_size > 1:
+            raise ConfigError("kv_store: is not possible with a tensor_parallel_size above 1")
+        if self.prefill_device != "same":
+            raise ConfigError(f"kv_store: is not possible with prefill_device {self.prefill_device}")
 
     def _check_kv_events(self) -> None:
         if self.kv_events != "off" and not self.prefix_cache:

@@ -99,6 +99,14 @@ kv_offload_corrupt_blocks_total = _counter(
     "kv_offload_corrupt_blocks_total", "Blocks and states in host memory whose checksum differed, computed again")
 kv_offload_dropped_blocks_total = _counter(
     "kv_offload_dropped_blocks_total", "Evicted blocks and states that were not saved to host memory")
+kv_store_queries_total = _counter(
+    "kv_store_queries_total", "Prompt tokens that neither the KV cache nor host memory held, looked up in the store")
+kv_store_hits_total = _counter("kv_store_hits_total", "Prompt tokens that were loaded from the store")
+kv_store_bytes_total = _counter(
+    "kv_store_bytes_total", "Bytes of blocks saved to the store and loaded from it", "direction")
+kv_store_failures_total = _counter(
+    "kv_store_failures_total", "Calls of the store that failed; what it does not bring is computed", "reason")
+kv_store_available = _gauge("kv_store_available", "1 while the store is asked, 0 while it does not answer")
 kv_offload_memory_bytes = _gauge(
     "kv_offload_memory_bytes", "Host memory for evicted blocks and states: used and free", "state")
 tokens_in_vain_total = _counter(

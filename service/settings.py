@@ -80,6 +80,11 @@ SETTINGS: dict[str, dict[str, str]] = {
     "reuse prefixes": {
         "prefix_cache": "reuse the blocks of equal prefixes",
         "kv_offload_memory": "host memory for prefixes that the KV cache evicts, in bytes or as 64GiB; 0: none",
+        "kv_store": "HOST:PORT of the master of a Mooncake store, by which servers share prefixes; none: no store; "
+                    "needs kv_offload_memory, kv_store_secret and pip install 'npuserve[store]'",
+        "kv_store_secret": "file of the secret of the servers that share prefixes, at least 32 bytes",
+        "kv_store_memory": "host memory that this server lends to the store, in bytes or as 16GiB; 0: none",
+        "kv_store_timeout_seconds": "time after which a call of the store is given up, and prompts are computed",
         "share_prefix_cache": "scope of shared prefixes: one tenant (API key or client certificate), or all; with "
                               "all, callers can probe what others have sent",
         "kv_events": "publish changes of the prefix cache, with token ids: over gRPC (SubscribeKvEvents), or over "
@@ -138,7 +143,7 @@ CHOSEN_BY_PRIVATE_SERVER = (
 """Settings that `npuserve serve --private` chooses."""
 
 _FIELDS = {f.name: f for f in msgspec.structs.fields(ServerConfig)}
-_SIZES = {"kv_cache_memory", "kv_offload_memory", "max_message_size"}
+_SIZES = {"kv_cache_memory", "kv_offload_memory", "kv_store_memory", "max_message_size"}
 _METAVARS = {
     "MODEL": ("model",),
     "NAME": ("served_name",),
@@ -146,7 +151,8 @@ _METAVARS = {
     "HOST": ("host", "metrics_host"),
     "PORT": ("port", "metrics_port", "health_port", "openai_port"),
     "URL": ("otlp_endpoint", "kv_events_endpoint", "kv_events_replay_endpoint"),
-    "FILE": ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "openai_api_keys"),
+    "FILE": ("tls_cert", "tls_key", "tls_client_ca", "api_keys", "openai_api_keys", "kv_store_secret"),
+    "HOST:PORT": ("kv_store",),
     "FOLDER": ("profile_dir",),
     "MODE": ("speculate",),
     "SIZE": tuple(_SIZES),

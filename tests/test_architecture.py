@@ -77,11 +77,13 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "frontend": {
             "", "ipc", "processes", "streams", "text", "rpc", "access", "parsing", "requests", "gateway"},
         "speculation": set(),
-        "scheduling": {"", "ipc", "speculation", "structured_output"},
+        "store": {"", "processes"},
+        "scheduling": {"", "ipc", "speculation", "store", "structured_output"},
         "structured_output": {"", "processes", "text"},
         "ranks": {"", "processes", "speculation"},
         "engine": {
-            "", "ipc", "processes", "streams", "scheduling", "speculation", "structured_output", "text", "ranks"},
+            "", "ipc", "processes", "streams", "scheduling", "speculation", "store", "structured_output", "text",
+            "ranks"},
         "supervisor": {"", "processes", "text", "ranks"},
     },
     "npu": {

@@ -122,6 +122,8 @@ class HostBlocks:
     memory: most bytes of host memory.
     fixed: tensors [slots, ...] of fixed state; the bytes of one state are tensor[slot] of all of them.
     num_early: see `HostSlots`; the blocks of the longest prompt, which may evict as many in one plan.
+
+    layout: text that is equal for equal layouts of the bytes of a block.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class HostBlocks:
         self._copies = backend.side_copies()
         self._paged = [tensor.flatten(1).view(torch.uint8) for tensor in paged]
         self._fixed = [tensor.flatten(1).view(torch.uint8) for tensor in fixed]
+        self.layout = repr([(str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in paged])
         self._sizes = [tensor.shape[1] for tensor in self._paged]
         self.block_bytes = sum(self._sizes)
         self._parts = _state_parts([tensor.shape[1] for tensor in self._fixed], self.block_bytes)
@@ -156,6 +159,24 @@ class HostBlocks:
         return HostSlots(
             len(self._slots), self.block_bytes, state_parts, max(1, state_parts, MAX_SAVE_COPIES // len(self._paged)),
             self._num_early, max(1, MAX_EARLY_COPIES // len(self._paged)))
+
+    def is_saved(self, slot: int) -> bool:
+        """Return whether the last copy to a slot is complete, and its checksum known."""
+        return slot not in self._unsaved and (checksum := self._checksums.get(slot)) is not None and checksum.done()
+
+    def read(self, slot: int) -> memoryview | None:
+        """Return the bytes of a saved slot, for any thread; None if they do not have the checksum of the save."""
+        view = self.view(slot)
+        return view if zlib.crc32(view) == self._checksums[slot].result() else None
+
+    def view(self, slot: int) -> memoryview:
+        """Return the bytes of a slot, for any thread. After writing to them, call `received`."""
+        return self._slots[slot].numpy().data
+
+    def received(self, slots: Sequence[int]) -> None:
+        """Take the checksums of slots that were written through `view`."""
+        for slot in slots:
+            self._checksums[slot] = self._threads.submit(self._checksum, slot)
 
     def launch(self, saves: Sequence[HostCopy], loads: Sequence[HostLoad]) -> None:
         """Queue the saves of a step before its rows, and begin its loads."""
@@ -254,7 +275,7 @@ class HostBlocks:
         return self._copies.to_device(*self._views(copies), is_first)
 
     def _checksum(self, slot: int) -> int:
-        return zlib.crc32(self._slots[slot].numpy().data)
+        return zlib.crc32(self.view(slot))
 
     def _count_intact(self, slots: Sequence[int], saved: Sequence[Future[int]]) -> int:
         """Return the number of the first slots that have the checksums of their saves, which were submitted to these

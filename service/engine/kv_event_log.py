@@ -71,7 +71,7 @@ class KvEventLog:
     def saved(self, digest: bytes) -> None:
         """Log that a block in the cache is also in host memory. Nothing if it was not logged."""
         block = self.blocks.get(digest)
-        if block is not None:
+        if block is not None and digest not in self.host_blocks:
             self.host_blocks[digest] = block
             if self.is_recording:
                 self._changes.append((HOST_MEDIUM, digest, block))

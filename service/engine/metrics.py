@@ -23,6 +23,7 @@ from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence_memory import MISS_REASONS
 from npuserve.service.speculation.request_drafter import KINDS
+from npuserve.service.store.connector import FAILURES
 
 RATE_SECONDS = 2.0
 LOAD_SECONDS = 0.01
@@ -47,6 +48,8 @@ HEAD_STEPS = {state: metrics.head_steps_total.labels(state) for state in HEAD_ST
 UNDRAFTED = {reason: metrics.undrafted_tokens_total.labels(reason) for reason in REASONS}
 MISSES = {reason: metrics.prefix_cache_misses_total.labels(reason) for reason in MISS_REASONS}
 OFFLOADED = [metrics.kv_offload_bytes_total.labels(direction) for direction in ("save", "load")]
+STORED = [metrics.kv_store_bytes_total.labels(direction) for direction in ("save", "load")]
+STORE_FAILURES = [metrics.kv_store_failures_total.labels(reason) for reason in FAILURES]
 OFFLOAD_MEMORY = [metrics.kv_offload_memory_bytes.labels(state) for state in ("used", "free")]
 BLOCKS = [metrics.kv_cache_blocks.labels(state) for state in BlockCounts._fields]
 
@@ -59,13 +62,22 @@ def _offload_counts(tier: HostTier | None) -> tuple[int, int, int, int, int, int
             tier.num_corrupt, tier.num_dropped)
 
 
+def _store_counts(tier: HostTier | None) -> tuple[int, ...]:
+    """Return tokens looked up and found, bytes saved and loaded, and failures by reason, since the start."""
+    store = tier.store if tier is not None else None
+    if tier is None or store is None:
+        return (0,) * (4 + len(FAILURES))
+    return (store.queries, store.num_loaded * store.block_size, store.num_saved * tier.block_bytes,
+            store.num_loaded * tier.block_bytes, *(store.connector.failures[reason] for reason in FAILURES))
+
+
 class EngineMetrics:
     """Exporter of the scheduler's counts and of the steps' durations. Owns only the last reported values."""
 
     def __init__(self, scheduler: Scheduler, history: RequestHistory | None = None):
         self._scheduler = scheduler
         self._history = history or RequestHistory()
-        self._reported: tuple[float, ...] = (0,) * (12 + 2 * len(KINDS) + len(HEAD_STATES))
+        self._reported: tuple[float, ...] = (0,) * (16 + len(FAILURES) + 2 * len(KINDS) + len(HEAD_STATES))
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._tokens = 0  # tokens since the last update of the load
@@ -168,6 +180,7 @@ class EngineMetrics:
         counts = (
             scheduler.preemptions, memory.prefix_queries, memory.prefix_hits, scheduler.deadlines.tokens_in_vain,
             scheduler.forced_tokens, drafting.seconds, *_offload_counts(scheduler.tier),
+            *_store_counts(scheduler.tier),
             *(drafting.drafted_by_kind[kind] for kind in KINDS),
             *(drafting.accepted_by_kind[kind] for kind in KINDS),
             *(drafting.head_steps[state] for state in HEAD_STATES))
@@ -176,6 +189,7 @@ class EngineMetrics:
             metrics.tokens_in_vain_total, metrics.forced_tokens_total, metrics.drafting_seconds_total,
             metrics.kv_offload_queries_total, metrics.kv_offload_hits_total, *OFFLOADED,
             metrics.kv_offload_corrupt_blocks_total, metrics.kv_offload_dropped_blocks_total,
+            metrics.kv_store_queries_total, metrics.kv_store_hits_total, *STORED, *STORE_FAILURES,
             *DRAFTS.values(), *ACCEPTED_DRAFTS.values(), *HEAD_STEPS.values())
         for (kind, length), rows in drafting.take_lengths().items():
             for _ in range(rows):
@@ -195,6 +209,8 @@ class EngineMetrics:
             used = tier.num_used * tier.block_bytes
             for gauge, number in zip(OFFLOAD_MEMORY, (used, tier.num_slots * tier.block_bytes - used), strict=True):
                 gauge.set(number)
+            if tier.store is not None:
+                metrics.kv_store_available.set(tier.store.connector.is_available)
         for counter, count, before in zip(counters, counts, self._reported, strict=True):
             counter.inc(count - before)
         self._reported = counts

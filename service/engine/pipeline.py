@@ -146,11 +146,12 @@ class StepPipeline:
     def plan(self) -> Plan:
         """Plan the next step. `launch` it if it has rows; otherwise there is nothing to compute.
 
-        Loads from host memory begin without rows too: no result belongs to them, so that they are not in flight here.
+        Copies to and from host memory begin without rows too: no result belongs to them, so that they are not in flight
+        here.
         """
         self._planned = self._clock()
         plan = self._scheduler.schedule(self._planned)
-        if plan.step.loads and not plan.step.rows:
+        if (plan.step.saves or plan.step.loads) and not plan.step.rows:
             self._runner.launch(plan.step)
         self._is_starved = not plan.step.rows
         self._constrained = plan.constrained

@@ -32,6 +32,7 @@ from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
 from npuserve.service.engine.request_history import RequestHistory
+from npuserve.service.engine.shared_store import open_store
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.processes import child, process_control
@@ -44,6 +45,7 @@ from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
+from npuserve.service.scheduling.store_tier import StoreTier
 from npuserve.service.speculation.speculator import Mode, Speculator
 from npuserve.service.streams.records import Records
 from npuserve.service.structured_output.manager import build_compiler
@@ -178,8 +180,10 @@ def build_engine(
     """
     config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
-    tier = tier_of(runner, kv_log)
-    blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log, tier)
+    store = open_store(config, args.folder, runner, is_first=args.epoch == 1)
+    tier = tier_of(runner, kv_log, store.tier if store else None)
+    blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log, tier,
+                          key=store.root_key if store else None)
     slots = StateSlots.of(runner.num_slots, blocks)
     message_end_ids = read_eos_ids(Path(args.folder)) if slots else frozenset[int]()
     capacity = blocks.capacity
@@ -224,10 +228,10 @@ def build_engine(
     return engine
 
 
-def tier_of(runner: Runner, kv_log: KvEventLog | None) -> HostTier | None:
+def tier_of(runner: Runner, kv_log: KvEventLog | None, store: StoreTier | None) -> HostTier | None:
     """Return the index of the runner's host memory; None if it has none."""
     host = runner.host_blocks
-    return HostTier(host.describe(), host.take_ended_loads, kv_log) if host else None
+    return HostTier(host.describe(), host.take_ended_loads, kv_log, store) if host else None
 
 
 MODES: Mapping[str, Mode] = {"auto": "auto", "suffix": "suffix", "mtp": "mtp"}

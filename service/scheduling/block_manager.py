@@ -7,7 +7,8 @@ A block is in exactly one of three states:
     free     refs == 0   its contents are not needed
 
 Full blocks are found by content. The digest of a block is a 16-byte BLAKE2b of its parent's digest and its token ids.
-The root is a keyed digest of the request's cache salt; each manager generates its own key. Equal digests therefore mean
+The root is a keyed digest of the request's cache salt; each manager generates its own key, unless
+servers share a store (service/store/keys.py). Equal digests therefore mean
 equal salt, equal tokens and equal position, except after a collision. With n blocks in the cache its probability is
 about n**2 / 2**129, 1e-27 for a million blocks. The key is secret, so nobody can search for a collision outside the
 server. The method is vLLM's automatic prefix caching (v1, KVCacheManager), which evicts the least recently used leaf.
@@ -111,11 +112,12 @@ class BlockManager:
     prefix_cache: tables without a scope share blocks.
     events: receiver of the changes of the prefix cache; None for none.
     evicted: keeps the blocks that are evicted; None: they are lost.
+    key: secret key of the digests, the same in servers that share a store; None for one of this manager.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, prefix_cache: bool = True, events: CacheEvents | None = None,
-        evicted: EvictedBlocks | None = None,
+        evicted: EvictedBlocks | None = None, key: bytes | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
@@ -124,7 +126,7 @@ class BlockManager:
         self.prefix_cache = prefix_cache
         self._events = events
         self._evicted = evicted
-        self._key = secrets.token_bytes(DIGEST_BYTES)
+        self._key = key or secrets.token_bytes(DIGEST_BYTES)
         self._refs = [0] * num_blocks
         self._digest: list[bytes | None] = [None] * num_blocks
         self._by_digest: dict[bytes, int] = {}  # the block that is shared

@@ -19,6 +19,9 @@ is evicted from its end, and is of no use without its beginning. A long prompt e
 Blocks are therefore saved before their eviction, `max_early_saves` in a step, until fewer than as many of the next
 `num_early` blocks that the block manager will give away are neither free nor saved.
 
+With a store (store_tier.py) all cached blocks are saved early, also in steps without rows, and from host memory to the
+store.
+
 The interface to block manager and scheduler is that of a connector: `save`, `find`, `begin_load`, and `end_loads` for
 what has ended. The index ends with the engine's process, as the memory does.
 """
@@ -34,6 +37,7 @@ from typing import NamedTuple, Protocol
 from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
 from npuserve.service.scheduling.state_slots import StateSlots
+from npuserve.service.scheduling.store_tier import StoreTier
 
 _STATE = b"state"
 
@@ -80,6 +84,7 @@ class HostTier:
 
     take_ended: returns the loads that have ended since the last call.
     events: receiver of the changes; None for none.
+    store: store behind host memory; None for none.
 
     num_saved, num_loaded: slots that were copied to host memory and from it, since the start.
     num_corrupt: blocks and states whose checksums differed, since the start.
@@ -90,7 +95,8 @@ class HostTier:
     """
 
     def __init__(
-        self, host: HostSlots, take_ended: Callable[[], Iterable[EndedLoad]], events: HostEvents | None = None
+        self, host: HostSlots, take_ended: Callable[[], Iterable[EndedLoad]], events: HostEvents | None = None,
+        store: StoreTier | None = None,
     ) -> None:
         self.num_slots = host.num_slots
         self.block_bytes = host.block_bytes
@@ -100,6 +106,7 @@ class HostTier:
         self.num_dropped = 0
         self.queries = 0
         self.hits = 0
+        self.store = store
         self._take_ended = take_ended
         self._events = events
         self._state_parts = host.state_parts
@@ -109,6 +116,7 @@ class HostTier:
         self._max_saves = self.num_slots if host.max_saves is None else host.max_saves
         self._num_early = min(host.num_early, self.num_slots // 2)
         self._max_early_saves = host.max_early_saves
+        self._has_early_saves = False  # blocks wait for an early save to host memory, and from there to the store
         self._num_checked = 0  # of the blocks that are evicted next, those that need no early save
         self._num_uncached = 0  # of the block manager when they were counted
         self._loads: dict[int, _Load] = {}  # in progress, the oldest first
@@ -126,13 +134,18 @@ class HostTier:
 
     @property
     def has_loads(self) -> bool:
-        """True until all loads have ended."""
-        return bool(self._loads)
+        """True until all loads have ended, and the store needs no `poll` soon."""
+        return bool(self._loads) or (self.store is not None and (self.store.is_busy or self._has_early_saves))
 
     @property
     def has_new_loads(self) -> bool:
         """True if a load has begun that no step carries yet."""
         return bool(self._new_loads)
+
+    @property
+    def saves_without_rows(self) -> bool:
+        """True if blocks are saved without waiting for a step: other servers may need them."""
+        return self.store is not None
 
     @property
     def tables(self) -> Iterator[BlockTable]:
@@ -189,11 +202,12 @@ class HostTier:
     def _save_early(self, blocks: BlockManager) -> None:
         """Save some of the blocks that will be evicted next, once there are as many to save as one step may save."""
         counts = blocks.counts
-        num_next = min(self._num_early - counts.free, counts.cached)
+        num_next = min(self._num_early - counts.free, counts.cached) if self.store is None else counts.cached
         num_uncached = blocks.num_uncached
         self._num_checked = max(0, self._num_checked - (num_uncached - self._num_uncached))
         self._num_uncached = num_uncached
-        if num_next - self._num_checked < self._max_early_saves:
+        self._has_early_saves = False
+        if num_next - self._num_checked < (self._max_early_saves if self.store is None else 1):
             return
         left = min(self._max_early_saves, self._max_saves - self._num_new)
         for place, digest, block in blocks.next_evicted(self._num_checked, num_next):
@@ -201,6 +215,7 @@ class HostTier:
                 continue
             if not left or not self._keep(digest, block):
                 self._num_checked = place
+                self._has_early_saves = not left
                 return
             left -= 1
         self._num_checked = num_next
@@ -269,6 +284,9 @@ class HostTier:
         """Return the saves and loads that the next step carries."""
         self._save_early(blocks)
         saves = list(itertools.chain.from_iterable(self._new_saves.values()))
+        if self.store is not None:
+            for digest, copies in self._new_saves.items():
+                self.store.save(self, digest, copies[0].slot)
         loads = self._new_loads
         self.num_saved += len(saves)
         self._new_saves = {}
@@ -279,9 +297,12 @@ class HostTier:
     def poll(self) -> None:
         """Let the runner queue further copies of loads. Call it often while a long step runs."""
         self._ended += self._take_ended()
+        if self.store is not None:
+            self.store.poll(self)
 
     def end_loads(self, blocks: BlockManager, states: StateSlots | None = None) -> set[int]:
-        """Enter what the loads that have ended brought into the prefix cache. Return the ids of these loads."""
+        """Enter what the loads that have ended brought into the prefix cache. Return the ids of these loads, and of
+        fetches from the store that have ended."""
         self.poll()
         ended = {load.id: load.num_intact for load in self._ended}
         self._ended = []
@@ -291,6 +312,9 @@ class HostTier:
             num_blocks = len(load.slots) - (load.state is not None)
             blocks.register(
                 load.table, load.token_ids, (load.num_prefix + min(num_kept, num_blocks)) * blocks.block_size)
+            if self.store is not None and self._events is not None:
+                for digest in itertools.islice(load.slots, num_kept):  # those from the store were not on the device
+                    self._events.saved(digest)
             if load.state is not None and states is not None:
                 if num_kept == len(load.slots):
                     count = len(load.token_ids) // blocks.block_size
@@ -303,7 +327,7 @@ class HostTier:
             self._release(load.slots)
             blocks.free(load.table)
             self.num_loaded += num_intact
-        return set(ended)
+        return set(ended) if self.store is None else ended.keys() | self.store.take_ended()
 
     def _count_kept(self, load: _Load, num_intact: int) -> int:
         """Return the number of the first blocks and states of a load that enter the prefix cache.
@@ -346,6 +370,32 @@ class HostTier:
         self._num_new = 0
         for key in list(self._slots):
             self.forget(key)
+        if self.store is not None:
+            self.store.clear(self)
+
+    def next_id(self) -> int:
+        """Return a new id of a load or a call of the store."""
+        return next(self._ids)
+
+    def hold(self, slots: Iterable[int]) -> None:
+        """Keep slots from being overwritten until `release`."""
+        self._reading.update(slots)
+
+    def reserve(self, count: int) -> list[int]:
+        """Return at most `count` slots, which are held, for blocks from the store. Forgets the least recently used."""
+        while len(self._free) < count and self._forget_oldest(self._slots):
+            pass
+        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        self.hold(slots)
+        return slots
+
+    def enter(self, digest: bytes, slot: int) -> None:
+        """Enter a block that the store has brought into a held slot, unless host memory has it."""
+        self._slots.setdefault(digest, [slot])
+
+    def release(self, digest: bytes, slot: int) -> None:
+        """End a `hold`. The slot is free then if it does not hold the block."""
+        self._release({digest: [slot]})
 
     def _release(self, slots_by_key: dict[bytes, list[int]]) -> None:
         """End the reading of slots. Those whose blocks and states were forgotten are free then."""
@@ -365,6 +415,7 @@ class HostTier:
         if len(set(kept)) < len(kept) or sorted([*self._free, *held]) != list(range(self.num_slots)):
             raise IntegrityError(f"slots {sorted(self._free)} of host memory are free, and {sorted(held)} are held")
         read = Counter(slot for load in self._loads.values() for slots in load.slots.values() for slot in slots)
+        read.update(self.store.held_slots if self.store is not None else ())
         if read != self._reading:
-            raise IntegrityError(f"loads read the slots {sorted(read.elements())} of host memory, but "
+            raise IntegrityError(f"loads and the store hold the slots {sorted(read.elements())} of host memory, but "
                                  f"{sorted(self._reading.elements())} are marked")

@@ -1,4 +1,5 @@
-"""Requests that wait for a load from host memory, and the saves and loads of a step (host_tier.py)."""
+"""Requests that wait for a load from host memory or a fetch from the store, and the saves and loads of a step
+(host_tier.py, store_tier.py)."""
 
 from __future__ import annotations
 
@@ -43,11 +44,12 @@ class LoadWaits:
             self._tier.poll()
 
     def begin(self, sequence: Sequence, spare: int) -> bool:
-        """Let a request from the queue wait for its prefix from host memory. Return False if there is none to load.
+        """Let a request from the queue wait for its prefix from host memory, or for the store. Return False if there is
+        none to load, and the store is not asked.
 
         spare: blocks that must remain free.
         """
-        wait = self._memory.join_load(sequence, spare)
+        wait = self._memory.join_fetch(sequence) or self._memory.join_load(sequence, spare)
         if wait is None:
             return False
         self._queue.begin_load_wait(sequence)
@@ -73,7 +75,8 @@ class LoadWaits:
         self._queue.end_load_wait(sequence)
 
     def take_copies(self, *, has_rows: bool) -> tuple[list[HostCopy], list[HostLoad]]:
-        """Return the saves and loads of a step. Saves wait for the next rows or loads, which may write their blocks."""
-        if self._tier is None or not (has_rows or self._tier.has_new_loads):
+        """Return the saves and loads of a step. Saves wait for the next rows or loads, which may write their blocks,
+        unless there is a store."""
+        if self._tier is None or not (has_rows or self._tier.has_new_loads or self._tier.saves_without_rows):
             return [], []
         return self._tier.take_copies(self._memory.blocks)

@@ -118,6 +118,7 @@ class Sequence:
     cached_tokens: prompt tokens that the prefix cache held at the first admission.
     load_id: the load from host memory for which it waits; None if it waits for none.
     num_loads: loads that it has begun since it was queued.
+    num_fetches: fetches from the store that it has begun or joined since it was queued.
     num_cached_tokens: tokens of the prefix that was cached when its wait for a load began.
     num_found_tokens: tokens of that prefix and of the blocks behind it that the load brings, or brought; 0 without one.
     num_loaded_tokens: tokens of blocks that came back from host memory before the first admission.
@@ -150,6 +151,7 @@ class Sequence:
         "num_computed_tokens",
         "num_deferred",
         "num_drafted",
+        "num_fetches",
         "num_found_tokens",
         "num_loaded_tokens",
         "num_loads",
@@ -205,6 +207,7 @@ class Sequence:
         self.was_admitted = False
         self.load_id: int | None = None
         self.num_loads = 0
+        self.num_fetches = 0
         self.num_cached_tokens = 0
         self.num_found_tokens = 0
         self.num_loaded_tokens = 0
@@ -354,6 +357,7 @@ class Sequence:
                 self.cached_tokens = min(num_cached_tokens, self.num_prompt_tokens)
         self.state = State.RUNNING
         self.num_loads = 0
+        self.num_fetches = 0
         self.num_found_tokens = 0
         self.num_shared_tokens = 0
         self.num_computed_tokens = num_cached_tokens

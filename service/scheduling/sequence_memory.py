@@ -15,6 +15,9 @@ from npuserve.service.scheduling.state_slots import StateSlots
 MAX_LOADS = 3
 """Maximum number of loads that one request begins before its admission. More than one are needed only if blocks that
 came back are evicted before it is admitted."""
+MAX_FETCHES = 2
+"""Maximum number of fetches from the store for which one request waits before its admission: one of another request
+that has a part of its prefix, and one for the rest."""
 MAX_LOADING_SHARE = 2
 """Loads together use at most 1 / MAX_LOADING_SHARE of the KV cache's blocks, unless there is only one."""
 MISS_REASONS = "too_short", "no_block", "no_state"
@@ -84,6 +87,32 @@ class SequenceMemory:
             self.blocks.free(sequence.blocks)
             return None
         return len(prefix) * self.blocks.block_size
+
+    def join_fetch(self, sequence: Sequence) -> LoadWait | None:
+        """Ask the store for what a waiting request lacks on the device and in host memory, or join a fetch of it.
+
+        A request begins at most one fetch before its admission, and waits for at most MAX_FETCHES.
+        """
+        tier = self.tier
+        if tier is None or tier.store is None or sequence.num_fetches >= MAX_FETCHES or sequence.blocks.scope:
+            return None
+        if not sequence.uses_prefix_cache:
+            return None
+        blocks = self.blocks
+        num_cached = len(blocks.find_prefix(sequence.blocks, sequence.token_ids))
+        max_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
+        digests = blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)
+        num_found = num_cached + len(tier.find(digests[num_cached:]))
+        if num_found == len(digests):
+            return None
+        sequence.num_fetches += 1
+        call = tier.store.fetch_of(digests[num_found])
+        if call is None:
+            sequence.num_fetches = MAX_FETCHES
+            call = tier.next_id()
+            if not tier.store.begin_fetch(call, digests[num_found:]):
+                return None
+        return LoadWait(call, num_cached * blocks.block_size, num_found * blocks.block_size)
 
     def join_load(self, sequence: Sequence, spare: int) -> LoadWait | None:
         """Begin the load of what a waiting request's cached prefix lacks and host memory has, or join one.

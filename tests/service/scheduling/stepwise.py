@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,9 @@ from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
+from npuserve.service.scheduling.store_tier import StoreTier, max_saves
 from npuserve.service.structured_output.manager import StructuredOutputManager
+from tests.service.scheduling.fake_store import FakeMemory, FakeStore
 from tests.service.scheduling.reference import STATE_PARTS, VOCABULARY, FakeDevice, answer_alone, matcher_of, report
 from tests.support.oracle_drafts import Kind, drafting_of
 
@@ -40,6 +43,7 @@ class SchedulerHarness:
     message_end_ids: see Scheduler.
     host_slots: of HostTier; 0 for none.
     host: further settings of HostSlots.
+    stored: contents of a store (fake_store.py), which schedulers share; None for none.
     """
 
     num_blocks: int = 64
@@ -60,6 +64,7 @@ class SchedulerHarness:
     message_end_ids: frozenset[int] = frozenset()
     host_slots: int = 0
     host: dict[str, int] = field(default_factory=dict)
+    stored: dict[bytes, Any] | None = None
     now: float = 100.0
     tokens: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[int, FinishReason] = field(default_factory=dict)
@@ -75,8 +80,12 @@ class SchedulerHarness:
         self.salts: dict[int, str] = {}
         self.device = FakeDevice(self.num_blocks, self.block_size, self.salts, TICK / 2)
         host = HostSlots(self.host_slots, 8, **{"state_parts": STATE_PARTS if self.num_slots else 0, **self.host})
-        self.tier = HostTier(host, self.device.take_ended_loads) if self.host_slots else None
-        self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache, evicted=self.tier)
+        memory = FakeMemory(self.device)
+        self.store = FakeStore(memory, self.stored) if self.stored is not None else None
+        store = StoreTier(self.store, memory, max_saves(self.host_slots, 8), self.block_size) if self.store else None
+        self.tier = HostTier(host, self.device.take_ended_loads, store=store) if self.host_slots else None
+        self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache, evicted=self.tier,
+                                   key=b"shared" if store else None)
         self.scheduler = Scheduler(
             self.blocks, max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.budget,
             max_queue=self.max_queue, aging_seconds=self.aging, max_model_len=self.max_model_len,

@@ -1,0 +1,91 @@
+"""Set-up of the store that servers share (service/store): checks, the identity of the blocks, and the tier."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+import npuserve
+from npuserve.service import logs
+from npuserve.service.config import ConfigError, ServerConfig
+from npuserve.service.ranks.load import draft_folder
+from npuserve.service.scheduling.store_tier import StoreTier, max_saves
+from npuserve.service.store import keys
+from npuserve.service.store.client import StoreClient
+from npuserve.service.store.messages import Start
+
+if TYPE_CHECKING:
+    from npuserve.npu.execution.runner import Runner
+
+log = logging.getLogger("npuserve.service.engine.shared_store")
+
+IMPORT_SECONDS = 60.0
+"""Maximum time to import Mooncake's client."""
+
+
+class SharedStore(NamedTuple):
+    """Store of an engine. root_key: key of the digests of blocks."""
+
+    tier: StoreTier
+    root_key: bytes
+
+
+def open_store(config: ServerConfig, folder: str, runner: Runner, *, is_first: bool) -> SharedStore | None:
+    """Begin to connect to the store; None without one, and in a restarted engine whose secret has become unusable.
+
+    folder: folder of the model.
+    is_first: the engine is the server's first one.
+
+    Raises ConfigError.
+    """
+    memory = runner.host_blocks
+    if not config.kv_store or memory is None:
+        return None
+    try:
+        secret = keys.read_secret(config.kv_store_secret)
+    except (OSError, ValueError) as error:
+        reason = f"kv_store_secret: {config.kv_store_secret}: {getattr(error, 'strerror', None) or error}"
+        if is_first:
+            raise ConfigError(reason) from None
+        logs.event(log, "the store is off until the next start of the engine", level=logging.ERROR, error=reason)
+        return None
+    if runner.num_slots:
+        raise ConfigError("kv_store: is not possible with a model that has states of linear attention")
+    if runner.predicts:
+        raise ConfigError(f"kv_store: is not possible with drafts of a head or a smaller model (speculate "
+                          f"{config.speculate}); speculate suffix and off are")
+    if is_first:
+        check_import()
+    slots = memory.describe()
+    start = Start(
+        config.kv_store, config.kv_store_secret, config.kv_store_memory, slots.block_bytes, facts_of(runner),
+        tuple(name for name in (folder, draft_folder(config)) if name))
+    limit = max_saves(slots.num_slots, slots.block_bytes)
+    client = StoreClient(start, memory, config.kv_store_timeout_seconds, limit)
+    return SharedStore(StoreTier(client, memory, limit, runner.block_size), keys.root_key(secret))
+
+
+def facts_of(runner: Runner) -> str:
+    """Return what determines the bytes of a block beside the files of the model. One rank computes all of them."""
+    layout = runner.host_blocks.layout if runner.host_blocks else ""
+    return repr((
+        npuserve.__version__, runner.backend_name, runner.dtype_name, str(runner.cache_dtype), runner.block_size,
+        runner.config.quantization_name, layout))
+
+
+def check_import() -> None:
+    """Raise ConfigError unless Mooncake's client can be imported, in a process of its own."""
+    if find_spec("mooncake") is None:
+        raise ConfigError("kv_store: needs Mooncake's client; pip install 'npuserve[store]'")
+    command = (sys.executable, "-c", "import mooncake.store")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"kv_store: Mooncake's client was not imported in {IMPORT_SECONDS:g} s") from None
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        hint = "; Debian's package libibverbs1 has it" if "libibverbs" in reason else ""
+        raise ConfigError(f"kv_store: Mooncake's client cannot be imported: {reason}{hint}")

@@ -1,0 +1,180 @@
+"""Blocks in a store that servers share (service/store), behind those in host memory (host_tier.py).
+
+    save    a block in host memory ──► the store, once its copy from the device is complete
+    fetch   ASKED ──lookup──► LOADED into slots of host memory ──► entered there, and loaded as any block of it
+
+A request whose prefix continues neither on the device nor in host memory is LOADING while the store is asked, and
+others run. It asks once. Further requests that need the same block wait for the same fetch. What the store does not
+have, or not in time, is computed.
+
+Slots that the store reads or writes are held: no save may overwrite them. At most MAX_HELD_SHARE of the slots are held
+for loads, and `max_saves` for saves. Blocks beyond them are not saved to the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from npuserve.service.store.connector import SlotMemory, StoreConnector
+
+if TYPE_CHECKING:
+    from npuserve.service.scheduling.host_tier import HostTier
+
+MAX_HELD_SHARE = 2
+"""Fetches hold at most 1 / MAX_HELD_SHARE of the slots."""
+MAX_SAVE_BYTES = 256 << 20
+"""Bytes of blocks that wait to be saved to the store."""
+SAVE_SHARE = 4
+"""Blocks that wait to be saved take at most 1 / SAVE_SHARE of the slots."""
+
+
+def max_saves(num_slots: int, block_bytes: int) -> int:
+    """Return the number of blocks that may wait to be saved to the store."""
+    return max(1, min(num_slots // SAVE_SHARE, MAX_SAVE_BYTES // block_bytes))
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """Fetch in progress.
+
+    digests: of the blocks that the device and host memory lack; after the lookup those that are loaded.
+    slots: of host memory, to which they are loaded; empty until the lookup has ended.
+    is_dropped: the prefix cache was flushed since.
+    """
+
+    digests: list[bytes]
+    slots: list[int] = field(default_factory=list)
+    is_dropped: bool = False
+
+
+class StoreTier:
+    """Saves to a store, and fetches from it. Its calls never block.
+
+    memory: slots of host memory.
+    max_saves: maximum number of blocks that wait to be saved.
+
+    queries: prompt tokens that were looked up in the store.
+    num_saved, num_loaded: blocks that were saved to the store and loaded from it, since the start.
+    """
+
+    def __init__(self, connector: StoreConnector, memory: SlotMemory, max_saves: int, block_size: int) -> None:
+        self.connector = connector
+        self.block_size = block_size
+        self.queries = 0
+        self.num_saved = 0
+        self.num_loaded = 0
+        self._memory = memory
+        self._max_saves = max_saves
+        self._fetches: dict[int, _Fetch] = {}
+        self._fetch_of: dict[bytes, int] = {}
+        self._ended: set[int] = set()
+        self._copied: deque[tuple[bytes, int]] = deque()  # blocks whose copies from the device are in progress
+        self._saves: dict[int, tuple[bytes, int]] = {}  # by call, the blocks that the connector saves
+
+    @property
+    def is_busy(self) -> bool:
+        """True if `poll` is needed soon."""
+        return bool(self._fetches or self._ended or self._copied)
+
+    @property
+    def held_slots(self) -> Iterator[int]:
+        """Slots that the store reads or writes, or will."""
+        for fetch in self._fetches.values():
+            yield from fetch.slots
+        for _, slot in (*self._copied, *self._saves.values()):
+            yield slot
+
+    def fetch_of(self, digest: bytes) -> int | None:
+        """Return the fetch in progress that may bring a block."""
+        return self._fetch_of.get(digest)
+
+    def begin_fetch(self, call: int, digests: Sequence[bytes]) -> bool:
+        """Begin to fetch blocks, the first of which no fetch contains. Return False if the store is not asked."""
+        digests = list(itertools.takewhile(lambda digest: digest not in self._fetch_of, digests))
+        if not self.connector.is_available or not self.connector.lookup(call, digests):
+            return False
+        self._fetches[call] = _Fetch(digests)
+        self._fetch_of.update(dict.fromkeys(digests, call))
+        self.queries += len(digests) * self.block_size
+        return True
+
+    def save(self, tier: HostTier, digest: bytes, slot: int) -> None:
+        """Save a block, which a step copies to a slot of host memory."""
+        if not self.connector.is_available:
+            return
+        if len(self._copied) + len(self._saves) >= self._max_saves:
+            self.connector.failures["dropped"] += 1
+            return
+        tier.hold([slot])
+        self._copied.append((digest, slot))
+
+    def poll(self, tier: HostTier) -> None:
+        """Take in the results of the connector, and pass it the blocks that can be saved now."""
+        while self._copied and self._memory.is_saved(self._copied[0][1]):
+            digest, slot = self._copied.popleft()
+            call = tier.next_id()
+            if self.connector.save(call, digest, slot):
+                self._saves[call] = digest, slot
+            else:
+                tier.release(digest, slot)
+        for call, count in self.connector.take_results():
+            if call in self._saves:
+                self.num_saved += count
+                tier.release(*self._saves.pop(call))
+            elif self._fetches[call].slots:
+                self._end_load(tier, call, count)
+            elif not self._begin_load(tier, call, count):
+                self._end(call)
+
+    def _begin_load(self, tier: HostTier, call: int, count: int) -> bool:
+        """Load the blocks that the store has. Return False if there are none, or no slots for them."""
+        fetch = self._fetches[call]
+        num_held = sum(len(other.slots) for other in self._fetches.values())
+        count = min(count, tier.num_slots // MAX_HELD_SHARE - num_held)
+        if fetch.is_dropped or count < 1:
+            return False
+        slots = tier.reserve(count)
+        digests = fetch.digests[: len(slots)]
+        if slots and self.connector.load(call, digests, slots):
+            fetch.slots = slots
+            for digest in fetch.digests[len(slots) :]:
+                del self._fetch_of[digest]
+            fetch.digests = digests
+            return True
+        for digest, slot in zip(digests, slots, strict=True):
+            tier.release(digest, slot)
+        return False
+
+    def _end_load(self, tier: HostTier, call: int, count: int) -> None:
+        fetch = self._fetches[call]
+        if not fetch.is_dropped:
+            self._memory.received(fetch.slots[:count])
+            self.num_loaded += count
+        for place, (digest, slot) in enumerate(zip(fetch.digests, fetch.slots, strict=True)):
+            if place < count and not fetch.is_dropped:
+                tier.enter(digest, slot)
+            tier.release(digest, slot)
+        self._end(call)
+
+    def _end(self, call: int) -> None:
+        for digest in self._fetches.pop(call).digests:
+            self._fetch_of.pop(digest, None)
+        self._ended.add(call)
+
+    def take_ended(self) -> set[int]:
+        """Return the fetches that have ended since the last call."""
+        ended = self._ended
+        self._ended = set()
+        return ended
+
+    def clear(self, tier: HostTier) -> None:
+        """Remove the model's blocks from the store. What fetches bring is dropped."""
+        for fetch in self._fetches.values():
+            fetch.is_dropped = True
+        while self._copied:
+            tier.release(*self._copied.popleft())
+        self.connector.clear()

@@ -1,0 +1,167 @@
+"""Servers on the emulated NPU that share prefixes by a real store of Mooncake."""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc
+from npuserve.v1 import inference_service_pb2_grpc as rpc
+from tests.e2e.processes import engine_of, until
+from tests.e2e.server import Server, request, serving, streamed
+from tests.npu.emulator.child import needs_npu
+from tests.support.connect import connect
+from tests.support.mooncake import Master, exchanged, serving_master
+
+pytestmark = [pytest.mark.slow, needs_npu]
+
+LIMITS = ("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--dtype", "float32", "--max-num-seqs", "2",
+          "--max-num-batched-tokens", "256", "--max-model-len", "512", "--decode-buckets", "1",
+          "--kernel-sampling", "0", "--kv-cache-memory", "5MiB", "--kv-offload-memory", "64MiB")
+SECONDS = 10
+"""Time limit of a call, on a machine that is busy with other tests."""
+
+
+def prompt_of(seed: int) -> list[int]:
+    """Return a prompt of 3 full blocks."""
+    return random.Random(seed).choices(range(4, 100), k=3 * 128 + 5)
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    with serving_master() as master:
+        yield master
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    file.write_text(secrets.token_hex(32))
+    return file
+
+
+def flags(master: Master, secret: Path, memory: str = "64MiB", seconds: float = SECONDS) -> tuple[str, ...]:
+    return (*LIMITS, "--kv-store", master.address, "--kv-store-secret", str(secret), "--kv-store-memory", memory,
+            "--kv-store-timeout-seconds", str(seconds))
+
+
+def answer(server: Server, prompt: list[int], **fields: object) -> tuple[list[int], int]:
+    """Return ids and cached tokens of an answer."""
+    _, ids, finish = streamed(server.stub, request(prompt, 4, ignore_eos=True, **fields))
+    return ids, finish.usage.cached_tokens
+
+
+def authenticate(server: Server, key: str) -> None:
+    """Send further requests with an API key."""
+    server.channel = connect(server.target, key)
+    server.stub = rpc.InferenceServiceStub(server.channel)
+
+
+def store_processes(server: Server) -> list[int]:
+    """Return the process ids of the engine's clients of the store."""
+    children = Path(f"/proc/{engine_of(server)}/task").glob("*/children")
+    pids = [int(pid) for file in children for pid in file.read_text().split()]
+    return [pid for pid in pids if b"store_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def bytes_of(server: Server, direction: str) -> float:
+    return server.metric("npuserve_kv_store_bytes_total", direction=direction)
+
+
+def wait_for_store(server: Server, is_available: bool = True) -> None:
+    until(lambda: server.metric("npuserve_kv_store_available") == is_available, server, 90)
+
+
+def failures(server: Server, reason: str) -> float:
+    return server.metric("npuserve_kv_store_failures_total", reason=reason)
+
+
+def test_prefix_is_computed_once_by_two_servers(master: Master, secret: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "keys")
+    keys = [subprocess.run([sys.executable, "-m", "npuserve.cli", "keys", "add", file, *arguments], check=True,
+                           capture_output=True, text=True).stdout.strip() for arguments in (["a", "--admin"], ["b"])]
+    options = (*flags(master, secret), "--api-keys", file)
+    with serving(*options) as first, serving(*options) as second:
+        wait_for_store(first)
+        wait_for_store(second)
+        authenticate(first, keys[0])
+        expected = [answer(first, prompt_of(seed), bypass_prefix_cache=True)[0] for seed in range(4)]
+        assert answer(first, prompt_of(0), cache_salt="salt")[1] == 0
+        until(lambda: len(master.keys()) == 5 * 3, first)
+        until(lambda: bytes_of(first, "save") > 0, first)
+
+        authenticate(second, keys[1])  # another tenant
+        assert answer(second, prompt_of(1)) == (expected[1], 0)
+        assert second.metric("npuserve_kv_store_hits_total") == 0
+        authenticate(second, keys[0])
+        for seed in range(4):
+            assert answer(second, prompt_of(seed)) == (expected[seed], 384)
+        assert second.metric("npuserve_kv_store_hits_total") == 4 * 384
+        assert bytes_of(second, "load") == 4 * bytes_of(first, "save") / 5
+        assert answer(second, prompt_of(0), cache_salt="other") == (expected[0], 0)
+        assert answer(second, prompt_of(0), cache_salt="salt") == (expected[0], 384)
+
+        flush = admin_service_pb2.FlushPrefixCacheRequest()
+        admin_service_pb2_grpc.AdminServiceStub(second.channel).FlushPrefixCache(flush)
+        until(lambda: not master.keys(), second)
+        assert answer(second, prompt_of(0)) == (expected[0], 0)
+        assert not sum(failures(second, reason) for reason in ("timeout", "error", "corrupt", "full"))
+
+
+def test_requests_complete_while_the_store_fails(master: Master, secret: Path) -> None:
+    """The store's process is killed, values are wrong, the master is slow, and then dead."""
+    options = flags(master, secret, seconds=2)
+    with serving(*options) as first, serving(*options) as second:
+        wait_for_store(first)
+        wait_for_store(second)
+        expected = [answer(first, prompt_of(seed))[0] for seed in range(8)]
+        until(lambda: len(master.keys()) == 8 * 3, first)
+
+        (pid,) = store_processes(second)
+        os.kill(pid, signal.SIGKILL)
+        assert answer(second, prompt_of(0))[0] == expected[0]
+        until(lambda: failures(second, "error") >= 1, second)
+        until(lambda: second.metric("npuserve_kv_store_available") == 1 and store_processes(second) != [pid], second)
+        assert answer(second, prompt_of(1)) == (expected[1], 384)
+
+        with exchanged(master, master.keys()):
+            assert answer(second, prompt_of(2)) == (expected[2], 0)
+            until(lambda: failures(second, "corrupt") == 1, second)
+            assert answer(second, prompt_of(3)) == (expected[3], 0)
+        assert failures(second, "corrupt") == 2
+
+        os.kill(master.process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert answer(second, prompt_of(4))[0] == expected[4]
+        until(lambda: failures(second, "timeout") >= 1, second)
+        assert second.metric("npuserve_kv_store_available") == 0
+        assert answer(second, prompt_of(5))[0] == expected[5]  # without a wait
+        assert time.monotonic() - began < 30
+        os.kill(master.process.pid, signal.SIGCONT)
+        wait_for_store(second)
+
+        master.close()
+        assert answer(second, prompt_of(6)) == (expected[6], 0)
+        assert answer(first, prompt_of(7))[0] == expected[7]
+        wait_for_store(second, is_available=False)
+        assert answer(second, prompt_of(7)) == (expected[7], 0)
+        assert first.metric("npuserve_engine_restarts_total") == second.metric("npuserve_engine_restarts_total") == 0
+
+
+def test_full_store_is_counted(master: Master, secret: Path) -> None:
+    with serving(*flags(master, secret, memory="0")) as server:
+        wait_for_store(server)
+        expected = answer(server, prompt_of(0), bypass_prefix_cache=True)[0]
+        until(lambda: failures(server, "full") >= 1, server)
+        assert answer(server, prompt_of(0))[0] == expected
+        assert server.metric("npuserve_kv_store_available") == 1
+        assert not bytes_of(server, "save")

@@ -1,0 +1,210 @@
+"""Blocks in a store that schedulers share: harnesses with fake devices, which check the contents of what rows read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from npuserve.service.scheduling.sequence import Sequence, State
+from npuserve.service.scheduling.store_tier import max_saves
+from tests.service.scheduling.fake_store import FakeStore
+from tests.service.scheduling.stepwise import SchedulerHarness
+from tests.service.scheduling.test_host_tier import answer, ids
+
+
+def harness_of(contents: dict[bytes, Any], host_slots: int = 32, **fields: object) -> SchedulerHarness:
+    settings = {"num_blocks": 16, "block_size": 2, "max_num_seqs": 2, "depth": 2} | fields
+    return SchedulerHarness(host_slots=host_slots, stored=contents, **settings)  # type: ignore[arg-type]
+
+
+def store_of(harness: SchedulerHarness) -> FakeStore:
+    assert harness.store is not None
+    return harness.store
+
+
+def idle(harness: SchedulerHarness) -> None:
+    """Let saves end."""
+    for _ in range(40):
+        harness.tick()
+
+
+def filled(**fields: object) -> dict[bytes, Any]:
+    """Return a store with the 5 or 6 full blocks of a prompt and its answer."""
+    contents: dict[bytes, Any] = {}
+    first = harness_of(contents, **fields)
+    answer(first, ids(1))
+    idle(first)
+    assert len(contents) == 6
+    return contents
+
+
+def test_prefix_of_another_server_comes_from_the_store() -> None:
+    contents = filled()
+    second = harness_of(contents)
+    assert answer(second, ids(1)).cached_tokens == 10
+    tier = second.tier
+    assert tier
+    assert tier.store
+    assert (tier.store.num_loaded, tier.store.queries) == (5, 10)
+    assert answer(second, ids(1)).cached_tokens == 10
+    assert len(store_of(second).lookups) == 1, "asked for blocks that the device has"
+
+
+def test_idle_scheduler_saves_and_rests() -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents)
+    answer(harness, ids(1))
+    idle(harness)
+    assert len(contents) == 6
+    assert not harness.scheduler.loads.has_loads
+
+
+def test_request_waits_for_the_store_while_others_run() -> None:
+    second = harness_of(filled())
+    other = second.add(ids(2), 9)
+    while other.state is not State.RUNNING:
+        second.tick()
+    store_of(second).polls = 20
+    waiting = second.add(ids(1), 2)
+    for _ in range(6):
+        second.tick()
+    assert waiting.state is State.LOADING
+    assert other.num_generated_tokens > 2
+    second.finish()
+    assert waiting.cached_tokens == 10
+    second.check_answer(waiting)
+    second.check_answer(other)
+
+
+def test_request_with_the_same_prefix_joins_the_fetch() -> None:
+    second = harness_of(filled())
+    sequences = [second.add(ids(1), 2) for _ in range(2)]
+    second.finish()
+    assert [sequence.cached_tokens for sequence in sequences] == [10, 10]
+    assert len(store_of(second).lookups) == 1
+
+
+@pytest.mark.parametrize("kind", ["lookup", "load", "save"])
+def test_failed_call_is_computed(kind: str) -> None:
+    contents = filled()
+    second = harness_of(contents)
+    store_of(second).fault = lambda name, count: 0 if name == kind else count
+    assert answer(second, ids(1)).cached_tokens == (10 if kind == "save" else 0)
+    assert len(store_of(second).lookups) == 1, "asked again"
+    idle(second)
+
+
+def test_load_that_ends_early_keeps_what_arrived() -> None:
+    second = harness_of(filled())
+    store_of(second).fault = lambda name, count: 3 if name == "load" else count
+    assert answer(second, ids(1)).cached_tokens == 6
+
+
+def test_unavailable_store_is_not_asked() -> None:
+    contents = filled()
+    second = harness_of(contents)
+    store_of(second).is_available = False
+    assert answer(second, ids(1)).cached_tokens == 0
+    assert not store_of(second).lookups
+    answer(second, ids(2))
+    idle(second)
+    assert len(contents) == 6
+
+
+def test_salt_and_bypass_find_nothing() -> None:
+    contents = filled()
+    second = harness_of(contents)
+    assert answer(second, ids(1), bypass_prefix_cache=True).cached_tokens == 0
+    assert not store_of(second).lookups
+    second = harness_of(contents)
+    assert answer(second, ids(1), cache_salt="a").cached_tokens == 0
+    assert not contents.keys().isdisjoint(filled())  # the digests are the same in all schedulers
+    assert contents.keys().isdisjoint(digests for lookup in store_of(second).lookups for digests in lookup)
+
+
+def test_flush_empties_the_store_and_drops_what_arrives() -> None:
+    contents = filled()
+    second = harness_of(contents)
+    store_of(second).polls = 4
+    sequence = second.add(ids(1), 2)
+    while store_of(second)._calls == [] or store_of(second)._calls[0][0].kind != "load":
+        second.tick()
+    kept = dict(contents)
+    second.scheduler.memory.flush_prefix_cache()
+    assert not contents
+    contents.update(kept)  # of another server: the load brings all blocks
+    second.finish()
+    assert sequence.cached_tokens == 0
+    second.check_answer(sequence)
+
+
+def test_more_blocks_than_wait_are_dropped_and_counted() -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents, host_slots=8)
+    assert max_saves(8, 8) == 2
+    store_of(harness).polls = 50
+    answer(harness, ids(1))
+    idle(harness)
+    assert len(contents) < 6
+    assert store_of(harness).failures["dropped"] >= 4
+
+
+def test_end_of_a_request_leaves_its_fetch() -> None:
+    second = harness_of(filled())
+    sequence = second.add(ids(1), 2)
+    second.tick()
+    assert sequence.state is State.LOADING
+    second.cancel(sequence)
+    second.finish()
+    assert answer(second, ids(1)).cached_tokens == 10
+    assert len(store_of(second).lookups) == 1
+
+
+@pytest.mark.timeout(300)
+@given(st.data())
+def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> None:
+    """Two schedulers share a store that delays, fails, loses blocks and becomes unavailable; flushes, cancels."""
+    contents: dict[bytes, Any] = {}
+    harnesses = [
+        harness_of(contents, host_slots=data.draw(st.integers(1, 24)), num_blocks=data.draw(st.integers(7, 14)),
+                   max_num_seqs=data.draw(st.integers(1, 3)), depth=data.draw(st.integers(1, 2)))
+        for _ in range(2)]
+    all_sequences: list[tuple[SchedulerHarness, Sequence]] = []
+    draw_fault = st.sampled_from([0, 1, 99, 99])
+    for harness in harnesses:
+        store = store_of(harness)
+        store.polls = data.draw(st.integers(1, 6))
+        store.limit = data.draw(st.integers(1, 8))
+        store.fault = lambda kind, count: min(count, data.draw(draw_fault))
+        harness.device.load_polls = data.draw(st.integers(1, 4))
+    for _ in range(data.draw(st.integers(3, 20))):
+        harness = data.draw(st.sampled_from(harnesses))
+        match data.draw(st.sampled_from(["add", "add", "add", "add", "cancel", "flush", "corrupt", "lose", "switch"])):
+            case "add":
+                all_sequences.append((harness, harness.add(
+                    ids(data.draw(st.integers(0, 2)), data.draw(st.integers(3, 10))), data.draw(st.integers(1, 3)),
+                    cache_salt=data.draw(st.sampled_from(["", "", "a"])))))
+            case "cancel" if harness.live:
+                harness.cancel(data.draw(st.sampled_from(list(harness.live.values()))))
+            case "flush":
+                harness.scheduler.memory.flush_prefix_cache()
+            case "corrupt":
+                harness.device.corrupt.add(data.draw(st.integers(0, 24)))
+            case "lose" if contents:
+                del contents[data.draw(st.sampled_from(sorted(contents)))]
+            case "switch":
+                store_of(harness).is_available = not store_of(harness).is_available
+        for _ in range(data.draw(st.integers(0, 4))):
+            harness.tick()
+    for harness in harnesses:
+        harness.finish()
+        idle(harness)
+        harness.scheduler.check_integrity()
+        assert harness.tier
+        assert not list(harness.tier.store.held_slots if harness.tier.store else [])
+    for harness, sequence in all_sequences:
+        if sequence.id in harness.reasons:
+            harness.check_answer(sequence)
