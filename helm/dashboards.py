@@ -293,6 +293,15 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
         Panel("Host memory losses", {
             "corrupt": rate("kv_offload_corrupt_blocks_total"), "not saved": rate("kv_offload_dropped_blocks_total")},
             "cps", "Blocks and states whose checksum differed, and evicted ones that were not saved."),
+        Panel("Store hits", {
+            "of what was looked up": share(rate("kv_store_hits_total"), rate("kv_store_queries_total"))},
+            "percentunit", "Share of the prompt tokens looked up in the store that it brought."),
+        Panel("Store copies", {"{{direction}}": rate("kv_store_bytes_total", "direction")}, "Bps",
+              "Blocks that are saved to the store that servers share, and those that are loaded from it."),
+        Panel("Store failures", {"{{reason}}": rate("kv_store_failures_total", "reason")}, "cps",
+              "Calls of the store that failed. What it does not bring is computed."),
+        Panel("Store", {"{{instance}}": total("kv_store_available", "instance", how="max")}, "short",
+              "1 while the store is asked; 0 without one, and while it does not answer."),
         Panel("State slots", {"{{instance}} {{state}}": total("state_slots", "instance, state")}, "short",
               "Models with linear attention: slots of requests, checkpoints of prefixes, free ones.", stack="normal"),
         Panel("Imbalance of experts", {"{{instance}} layers {{layers}}": total(

@@ -256,8 +256,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                               "that share prefixes, as `openssl rand -hex 32` writes")
         if self.tensor_parallel_size > 1:
             raise ConfigError("kv_store: is not possible with a tensor_parallel_size above 1")
-        if self.prefill_device != "same":
-            raise ConfigError(f"kv_store: is not possible with prefill_device {self.prefill_device}")
 
     def _check_kv_events(self) -> None:
         if self.kv_events != "off" and not self.prefix_cache:

@@ -59,8 +59,8 @@ VLLM: dict[tuple[str, ...], str] = {
     ("--speculative-config",): (
         "{speculate}: suffix for ngram and suffix, mtp for mtp, a folder for a draft model or an eagle3 head, or auto. "
         "{draft_depth} is num_speculative_tokens"),
-    ("--pipeline-parallel-size", "--enable-sleep-mode", "--cpu-offload-gb", "--swap-space",
-     "--kv-transfer-config"): "none: not supported",
+    ("--pipeline-parallel-size", "--enable-sleep-mode", "--cpu-offload-gb", "--swap-space"): "none: not supported",
+    ("--kv-transfer-config",): "{kv_store}: a Mooncake store that servers share; other connectors are not supported",
     ("--enable-expert-parallel",): "{expert_parallel}",
     ("--kv-offloading-size",): "{kv_offload_memory}: with a unit, as 64GiB",
 }

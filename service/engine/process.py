@@ -32,13 +32,12 @@ from npuserve.service.engine.kv_event_log import KvEventLog
 from npuserve.service.engine.kv_event_stream import KvEventStream, first_number
 from npuserve.service.engine.loop import Engine
 from npuserve.service.engine.request_history import RequestHistory
-from npuserve.service.engine.shared_store import open_store
 from npuserve.service.ipc.engine_socket import EngineSocket
 from npuserve.service.ipc.messages import ModelInfo
 from npuserve.service.processes import child, process_control
 from npuserve.service.ranks import faults
 from npuserve.service.ranks.lead import LeadRunner
-from npuserve.service.ranks.load import load_model, publish_kernel
+from npuserve.service.ranks.load import draft_folder, load_model, publish_kernel
 from npuserve.service.ranks.processes import RankProcesses, end_with_rank
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.drafting import Drafting
@@ -47,6 +46,7 @@ from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.state_slots import StateSlots
 from npuserve.service.scheduling.store_tier import StoreTier
 from npuserve.service.speculation.speculator import Mode, Speculator
+from npuserve.service.store.setup import open_store
 from npuserve.service.streams.records import Records
 from npuserve.service.structured_output.manager import build_compiler
 from npuserve.service.text.model_folder import read_eos_ids
@@ -180,10 +180,8 @@ def build_engine(
     """
     config = args.config
     kv_log = KvEventLog(runner.block_size) if config.kv_events != "off" else None
-    store = open_store(config, args.folder, runner, is_first=args.epoch == 1)
-    tier = tier_of(runner, kv_log, store.tier if store else None)
-    blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log, tier,
-                          key=store.root_key if store else None)
+    tier, root_key = tier_of(args, runner, kv_log)
+    blocks = BlockManager(runner.num_blocks, runner.block_size, config.prefix_cache, kv_log, tier, root_key)
     slots = StateSlots.of(runner.num_slots, blocks)
     message_end_ids = read_eos_ids(Path(args.folder)) if slots else frozenset[int]()
     capacity = blocks.capacity
@@ -228,10 +226,18 @@ def build_engine(
     return engine
 
 
-def tier_of(runner: Runner, kv_log: KvEventLog | None, store: StoreTier | None) -> HostTier | None:
-    """Return the index of the runner's host memory; None if it has none."""
+def tier_of(args: EngineArgs, runner: Runner, kv_log: KvEventLog | None) -> tuple[HostTier | None, bytes | None]:
+    """Return the index of the runner's host memory, and the key of the digests of blocks; None for those it lacks.
+
+    Raises ConfigError if a store is set that cannot be used.
+    """
     host = runner.host_blocks
-    return HostTier(host.describe(), host.take_ended_loads, kv_log, store) if host else None
+    if host is None:
+        return None, None
+    folders = [folder for folder in (args.folder, draft_folder(args.config)) if folder]
+    opened = open_store(args.config, folders, runner, host, is_first=args.epoch == 1)
+    store = StoreTier(opened.client, host, opened.max_saves, runner.block_size) if opened else None
+    return HostTier(host.describe(), host.take_ended_loads, kv_log, store), opened.root_key if opened else None
 
 
 MODES: Mapping[str, Mode] = {"auto": "auto", "suffix": "suffix", "mtp": "mtp"}

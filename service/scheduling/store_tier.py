@@ -15,26 +15,26 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from npuserve.service.store.connector import SlotMemory, StoreConnector
 
-if TYPE_CHECKING:
-    from npuserve.service.scheduling.host_tier import HostTier
-
 MAX_HELD_SHARE = 2
 """Fetches hold at most 1 / MAX_HELD_SHARE of the slots."""
-MAX_SAVE_BYTES = 256 << 20
-"""Bytes of blocks that wait to be saved to the store."""
-SAVE_SHARE = 4
-"""Blocks that wait to be saved take at most 1 / SAVE_SHARE of the slots."""
 
 
-def max_saves(num_slots: int, block_bytes: int) -> int:
-    """Return the number of blocks that may wait to be saved to the store."""
-    return max(1, min(num_slots // SAVE_SHARE, MAX_SAVE_BYTES // block_bytes))
+class SlotIndex(Protocol):
+    """Index of the slots of host memory: host_tier.py."""
+
+    num_slots: int
+
+    def next_id(self) -> int: ...
+    def hold(self, slots: Iterable[int]) -> None: ...
+    def reserve(self, count: int) -> list[int]: ...
+    def enter(self, digest: bytes, slot: int) -> None: ...
+    def release(self, digest: bytes, slot: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -102,42 +102,42 @@ class StoreTier:
         self.queries += len(digests) * self.block_size
         return True
 
-    def save(self, tier: HostTier, digest: bytes, slot: int) -> None:
+    def save(self, index: SlotIndex, digest: bytes, slot: int) -> None:
         """Save a block, which a step copies to a slot of host memory."""
         if not self.connector.is_available:
             return
         if len(self._copied) + len(self._saves) >= self._max_saves:
             self.connector.failures["dropped"] += 1
             return
-        tier.hold([slot])
+        index.hold([slot])
         self._copied.append((digest, slot))
 
-    def poll(self, tier: HostTier) -> None:
+    def poll(self, index: SlotIndex) -> None:
         """Take in the results of the connector, and pass it the blocks that can be saved now."""
         while self._copied and self._memory.is_saved(self._copied[0][1]):
             digest, slot = self._copied.popleft()
-            call = tier.next_id()
+            call = index.next_id()
             if self.connector.save(call, digest, slot):
                 self._saves[call] = digest, slot
             else:
-                tier.release(digest, slot)
+                index.release(digest, slot)
         for call, count in self.connector.take_results():
             if call in self._saves:
                 self.num_saved += count
-                tier.release(*self._saves.pop(call))
+                index.release(*self._saves.pop(call))
             elif self._fetches[call].slots:
-                self._end_load(tier, call, count)
-            elif not self._begin_load(tier, call, count):
+                self._end_load(index, call, count)
+            elif not self._begin_load(index, call, count):
                 self._end(call)
 
-    def _begin_load(self, tier: HostTier, call: int, count: int) -> bool:
+    def _begin_load(self, index: SlotIndex, call: int, count: int) -> bool:
         """Load the blocks that the store has. Return False if there are none, or no slots for them."""
         fetch = self._fetches[call]
         num_held = sum(len(other.slots) for other in self._fetches.values())
-        count = min(count, tier.num_slots // MAX_HELD_SHARE - num_held)
+        count = min(count, index.num_slots // MAX_HELD_SHARE - num_held)
         if fetch.is_dropped or count < 1:
             return False
-        slots = tier.reserve(count)
+        slots = index.reserve(count)
         digests = fetch.digests[: len(slots)]
         if slots and self.connector.load(call, digests, slots):
             fetch.slots = slots
@@ -146,18 +146,18 @@ class StoreTier:
             fetch.digests = digests
             return True
         for digest, slot in zip(digests, slots, strict=True):
-            tier.release(digest, slot)
+            index.release(digest, slot)
         return False
 
-    def _end_load(self, tier: HostTier, call: int, count: int) -> None:
+    def _end_load(self, index: SlotIndex, call: int, count: int) -> None:
         fetch = self._fetches[call]
         if not fetch.is_dropped:
             self._memory.received(fetch.slots[:count])
             self.num_loaded += count
         for place, (digest, slot) in enumerate(zip(fetch.digests, fetch.slots, strict=True)):
             if place < count and not fetch.is_dropped:
-                tier.enter(digest, slot)
-            tier.release(digest, slot)
+                index.enter(digest, slot)
+            index.release(digest, slot)
         self._end(call)
 
     def _end(self, call: int) -> None:
@@ -171,10 +171,10 @@ class StoreTier:
         self._ended = set()
         return ended
 
-    def clear(self, tier: HostTier) -> None:
+    def clear(self, index: SlotIndex) -> None:
         """Remove the model's blocks from the store. What fetches bring is dropped."""
         for fetch in self._fetches.values():
             fetch.is_dropped = True
         while self._copied:
-            tier.release(*self._copied.popleft())
+            index.release(*self._copied.popleft())
         self.connector.clear()

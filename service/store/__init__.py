@@ -8,6 +8,7 @@
 - `messages.py`: what client and process exchange.
 - `keys.py`: names of values, their encryption, and the identity of the model, all from a secret that servers share.
 - `mooncake.py`: Mooncake's store.
+- `setup.py`: checks of the settings, and the client of an engine.
 
 Imports of `service`: the files at its top level, and `processes`.
 """

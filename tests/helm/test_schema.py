@@ -21,8 +21,10 @@ REMOVED = {"state_folder"}
 ALL: Object = SCHEMA["properties"]["config"]["properties"]
 CONFIG: Object = {name: schema for name, schema in ALL.items() if name not in DERIVED | REMOVED}
 
-SIZES = {"max_message_size", "kv_cache_memory", "kv_offload_memory"}
+SIZES = {"max_message_size", "kv_cache_memory", "kv_offload_memory", "kv_store_memory"}
 """Settings that are numbers of bytes, or texts with a unit."""
+
+STORE: Object = {"kv_offload_memory": 1 << 30, "kv_store": "master:50051", "kv_store_secret": "/secret/store"}
 
 
 def test_schema_has_every_setting():
@@ -75,6 +77,11 @@ def test_schema_ranges_equal_the_servers(name: str):
     ("admin_certificates", {"admin_certificates": "admin"}),
     ("kv_events", {"kv_events": "grpc", "prefix_cache": False}),
     ("kv_offload_memory", {"kv_offload_memory": 1 << 30, "prefix_cache": False}),
+    ("kv_store_secret", {"kv_store_secret": "/secret/store"}),
+    ("kv_store_secret", {"kv_offload_memory": 1 << 30, "kv_store": "master:50051"}),
+    ("kv_store", {"kv_store": "master:50051", "kv_store_secret": "/secret/store"}),
+    ("kv_store", {**STORE, "kv_store": "master:65536"}),
+    ("kv_store", {**STORE, "tensor_parallel_size": 2}),
     ("kv_events_replay_endpoint", {"kv_events": "grpc", "kv_events_replay_endpoint": "tcp://*:5558"}),
     ("kv_events_endpoint", {"kv_events_endpoint": "tcp://router:65536"}),
     ("otlp_endpoint", {"otlp_endpoint": "http://collector:65536/"}),
@@ -90,7 +97,8 @@ def test_chart_refuses_settings_that_the_server_refuses(name: str, config: Objec
 @needs_helm
 @pytest.mark.parametrize("config", [
     {"min_priority": -100, "max_priority": 0}, {"max_model_len": 2}, {"emulate": True, "emulate_relax": "fp32"},
-    {"kv_offload_memory": 1 << 30}, {"kv_events": "off", "prefix_cache": False},
+    {"kv_offload_memory": 1 << 30}, STORE, {**STORE, "kv_store": "[fd00::5]:50051"},
+    {"kv_events": "off", "prefix_cache": False},
     {"kv_events": "grpc", "prefix_cache": True},
     {"kv_events": "grpc", "kv_events_endpoint": "tcp://*:65535"}, {"kv_events_endpoint": "ipc:///run/kv:70000"},
     {"otlp_endpoint": "https://[::1]:65535/"},

@@ -157,6 +157,7 @@ MALFORMED: list[tuple[str, Object]] = [
     ("model.init.env.0.name", {"model": {"init": {"env": [{"name": "1"}]}}}),
     ("model.init.resources.limits.cpu", {"model": {"init": {"resources": {"limits": {"cpu": "1 core"}}}}}),
     ("config.max_message_size", {"config": {"max_message_size": "1 MB"}}),
+    ("config.kv_store", {"config": {"kv_store": "http://master:50051"}}),
     ("config.kv_events_endpoint", {"config": {"kv_events_endpoint": "router:5557"}}),
     ("config.kv_events_replay_endpoint", {"config": {"kv_events_replay_endpoint": "tcp://router"}}),
     ("config.otlp_endpoint", {"config": {"otlp_endpoint": "collector:4317"}}),

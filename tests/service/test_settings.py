@@ -260,6 +260,17 @@ def test_load_equal_ports_of_two_addresses() -> None:
 @pytest.mark.parametrize(("flags", "error"), [
     ("--kv-offload-memory 1GiB --no-prefix-cache",
      "kv_offload_memory: there are no prefixes to keep without prefix_cache"),
+    ("--kv-store master:50051 --kv-store-secret f",
+     "kv_store: needs kv_offload_memory, through which blocks are saved and loaded"),
+    ("--kv-store master --kv-store-secret f --kv-offload-memory 1GiB",
+     "kv_store: 'master' must be HOST:PORT of the store's master, with a port in "),
+    ("--kv-store master:50051 --kv-offload-memory 1GiB",
+     "kv_store_secret: is missing; kv_store needs a file of a secret, the same on all servers that share prefixes, as "
+     "`openssl rand -hex 32` writes"),
+    ("--kv-store-secret f", "kv_store_secret: there is no store; kv_store names one"),
+    ("--kv-store-timeout-seconds 0", r"kv_store_timeout_seconds: 0.0 is not in \[0.01, 60\]"),
+    ("--kv-store m:1 --kv-store-secret f --kv-offload-memory 1GiB --tensor-parallel-size 2",
+     "kv_store: is not possible with a tensor_parallel_size above 1"),
     ("--kv-events grpc --no-prefix-cache", "kv_events: there are none without prefix_cache"),
     ("--kv-events zmq --kv-events-endpoint 5557", "kv_events_endpoint: '5557' must be like tcp://"),
     ("--kv-events zmq --kv-events-endpoint tcp://*:65536", r"kv_events_endpoint: the port must be in \[0, 65535\]"),

@@ -12,9 +12,9 @@ from typing import Any
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import PENDING, Step, TokenLogprobs
 from npuserve.service.engine.pipeline import StepPipeline
-from npuserve.service.engine.process import tier_of
 from npuserve.service.ipc.messages import Request
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
@@ -108,7 +108,8 @@ def serve(
 
 def _scheduler_of(runner: Runner, num_blocks: int, num_slots: int | None = None, **settings: Any) -> Scheduler:
     """Return a scheduler. num_slots: of fixed state; None for all that the runner has."""
-    tier = tier_of(runner, None)
+    host = runner.host_blocks
+    tier = HostTier(host.describe(), host.take_ended_loads) if host else None
     blocks = BlockManager(num_blocks, runner.block_size, evicted=tier)
     slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
     return Scheduler(blocks, max_queue=100, aging_seconds=1.0, slots=slots, tier=tier, **settings)

@@ -414,6 +414,18 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- if and $config.kv_offload_memory (hasKey $config "prefix_cache") (not $config.prefix_cache) }}
 {{- include "npuserve.refuse" "config.kv_offload_memory: there are no prefixes to keep without config.prefix_cache; set that to true, or remove this" }}
 {{- end }}
+{{- if and $config.kv_store_secret (not $config.kv_store) }}
+{{- include "npuserve.refuse" "config.kv_store_secret: there is no store; set config.kv_store, or remove this" }}
+{{- end }}
+{{- if and $config.kv_store (not $config.kv_offload_memory) }}
+{{- include "npuserve.refuse" "config.kv_store: needs config.kv_offload_memory, through which blocks are saved and loaded" }}
+{{- end }}
+{{- if and $config.kv_store (not $config.kv_store_secret) }}
+{{- include "npuserve.refuse" "config.kv_store_secret: is missing; config.kv_store needs the path of a secret's file, which extraVolumes and extraVolumeMounts mount" }}
+{{- end }}
+{{- if and $config.kv_store (gt (int64 (default 1 $config.tensor_parallel_size)) 1) }}
+{{- include "npuserve.refuse" "config.kv_store: is not possible with a config.tensor_parallel_size above 1" }}
+{{- end }}
 {{- if and $config.kv_events_replay_endpoint (ne $kvEvents "zmq") }}
 {{- include "npuserve.refuse" "config.kv_events_replay_endpoint: replays need config.kv_events zmq; set that, or remove this" }}
 {{- end }}
@@ -424,8 +436,8 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- include "npuserve.refuse" (printf "config.%s: %v is above resources.limits.memory, %v, which holds the rest of the server too; raise that or lower this" $name $size $limit) }}
 {{- end }}
 {{- end }}
-{{- range $name := list "otlp_endpoint" "kv_events_endpoint" "kv_events_replay_endpoint" }}
-{{- if gt (default "" (get $config $name) | regexFind "^(tcp|https?)://.+" | regexFind ":[0-9]+/?$" | trimAll ":/" | int64) 65535 }}
+{{- range $name := list "otlp_endpoint" "kv_events_endpoint" "kv_events_replay_endpoint" "kv_store" }}
+{{- if gt (default "" (get $config $name) | regexFind (eq $name "kv_store" | ternary ".+" "^(tcp|https?)://.+") | regexFind ":[0-9]+/?$" | trimAll ":/" | int64) 65535 }}
 {{- include "npuserve.refuse" (printf "config.%s: the port of %s is above 65535" $name (get $config $name)) }}
 {{- end }}
 {{- end }}

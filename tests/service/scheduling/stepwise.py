@@ -21,7 +21,8 @@ from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
-from npuserve.service.scheduling.store_tier import StoreTier, max_saves
+from npuserve.service.scheduling.store_tier import StoreTier
+from npuserve.service.store.setup import max_saves
 from npuserve.service.structured_output.manager import StructuredOutputManager
 from tests.service.scheduling.fake_store import FakeMemory, FakeStore
 from tests.service.scheduling.reference import STATE_PARTS, VOCABULARY, FakeDevice, answer_alone, matcher_of, report

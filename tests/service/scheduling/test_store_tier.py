@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from npuserve.service.scheduling.sequence import Sequence, State
-from npuserve.service.scheduling.store_tier import max_saves
+from npuserve.service.store.setup import max_saves
 from tests.service.scheduling.fake_store import FakeStore
 from tests.service.scheduling.stepwise import SchedulerHarness
 from tests.service.scheduling.test_host_tier import answer, ids

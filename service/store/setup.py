@@ -1,48 +1,59 @@
-"""Set-up of the store that servers share (service/store): checks, the identity of the blocks, and the tier."""
+"""Set-up of a store: checks, the identity of the blocks, and the client."""
 
 from __future__ import annotations
 
 import logging
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import npuserve
 from npuserve.service import logs
 from npuserve.service.config import ConfigError, ServerConfig
-from npuserve.service.ranks.load import draft_folder
-from npuserve.service.scheduling.store_tier import StoreTier, max_saves
 from npuserve.service.store import keys
 from npuserve.service.store.client import StoreClient
 from npuserve.service.store.messages import Start
 
 if TYPE_CHECKING:
+    from npuserve.npu.execution.host_blocks import HostBlocks
     from npuserve.npu.execution.runner import Runner
 
-log = logging.getLogger("npuserve.service.engine.shared_store")
+log = logging.getLogger("npuserve.service.store.setup")
 
 IMPORT_SECONDS = 60.0
 """Maximum time to import Mooncake's client."""
+MAX_SAVE_BYTES = 256 << 20
+"""Bytes of blocks that wait to be saved to the store."""
+SAVE_SHARE = 4
+"""Blocks that wait to be saved take at most 1 / SAVE_SHARE of the slots."""
 
 
-class SharedStore(NamedTuple):
-    """Store of an engine. root_key: key of the digests of blocks."""
+class OpenedStore(NamedTuple):
+    """Store of an engine.
 
-    tier: StoreTier
+    max_saves: maximum number of blocks that wait to be saved.
+    root_key: key of the digests of blocks.
+    """
+
+    client: StoreClient
+    max_saves: int
     root_key: bytes
 
 
-def open_store(config: ServerConfig, folder: str, runner: Runner, *, is_first: bool) -> SharedStore | None:
+def open_store(
+    config: ServerConfig, folders: Sequence[str], runner: Runner, memory: HostBlocks, *, is_first: bool
+) -> OpenedStore | None:
     """Begin to connect to the store; None without one, and in a restarted engine whose secret has become unusable.
 
-    folder: folder of the model.
+    folders: of the models.
+    memory: of the runner.
     is_first: the engine is the server's first one.
 
     Raises ConfigError.
     """
-    memory = runner.host_blocks
-    if not config.kv_store or memory is None:
+    if not config.kv_store:
         return None
     try:
         secret = keys.read_secret(config.kv_store_secret)
@@ -60,17 +71,20 @@ def open_store(config: ServerConfig, folder: str, runner: Runner, *, is_first: b
     if is_first:
         check_import()
     slots = memory.describe()
-    start = Start(
-        config.kv_store, config.kv_store_secret, config.kv_store_memory, slots.block_bytes, facts_of(runner),
-        tuple(name for name in (folder, draft_folder(config)) if name))
+    start = Start(config.kv_store, config.kv_store_secret, config.kv_store_memory, slots.block_bytes,
+                  facts_of(runner, memory.layout), tuple(folders))
     limit = max_saves(slots.num_slots, slots.block_bytes)
     client = StoreClient(start, memory, config.kv_store_timeout_seconds, limit)
-    return SharedStore(StoreTier(client, memory, limit, runner.block_size), keys.root_key(secret))
+    return OpenedStore(client, limit, keys.root_key(secret))
 
 
-def facts_of(runner: Runner) -> str:
+def max_saves(num_slots: int, block_bytes: int) -> int:
+    """Return the number of blocks that may wait to be saved to the store."""
+    return max(1, min(num_slots // SAVE_SHARE, MAX_SAVE_BYTES // block_bytes))
+
+
+def facts_of(runner: Runner, layout: str) -> str:
     """Return what determines the bytes of a block beside the files of the model. One rank computes all of them."""
-    layout = runner.host_blocks.layout if runner.host_blocks else ""
     return repr((
         npuserve.__version__, runner.backend_name, runner.dtype_name, str(runner.cache_dtype), runner.block_size,
         runner.config.quantization_name, layout))
