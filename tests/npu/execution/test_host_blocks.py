@@ -124,3 +124,32 @@ def test_blocks_evicted_in_one_plan_are_more_than_the_slots(num_slots: int) -> N
         host.launch([], [HostLoad(load_id, [HostCopy(3, *tier._slots[digests[index]])])])
         assert wait_for_load(host) == EndedLoad(load_id, 1)
         assert all(torch.equal(tensor[3], part) for tensor, part in zip(tensors, expected[index], strict=True))
+
+
+def test_slots_are_read_after_their_save_and_written_for_a_load() -> None:
+    host, tensors = host_of(3)
+    assert not host.is_saved(0)
+    host.launch([HostCopy(2, 0)], [])
+    while not host.is_saved(0):
+        host.take_ended_loads()
+    expected = bytes(tensors[0][2].tolist() + tensors[1][2].tolist())
+    read = host.read(0)
+    assert read is not None
+    assert bytes(read) == expected
+    host.view(1)[:] = expected
+    host.received([1])
+    host.launch([], [HostLoad(0, [HostCopy(5, 1)])])
+    assert wait_for_load(host) == EndedLoad(0, 1)
+    assert torch.equal(tensors[0][5], tensors[0][2])
+    assert torch.equal(tensors[1][5], tensors[1][2])
+    host.view(0)[3] ^= 1
+    assert host.read(0) is None
+
+
+def test_layout_differs_with_shape_and_type() -> None:
+    host, tensors = host_of(1)
+    others = [[tensors[0]], [tensors[1], tensors[0]], [tensors[0].view(torch.int8), tensors[1]],
+              [tensors[0].view(8, 4, 2), tensors[1]]]
+    layouts = {HostBlocks(DirectCopies(), other, 64).layout for other in others}  # type: ignore[arg-type]
+    assert len(layouts) == 4
+    assert host.layout not in layouts

@@ -260,3 +260,12 @@ def test_log_replayed_equals_the_cache_at_any_time(
     for digest in present:
         assert model.blocks[to_hash(digest)].token_ids == public[digest][-size:]
     assert model.prefixes() == {public[digest] for digest in present}
+
+
+def test_log_reports_a_block_of_host_memory_once() -> None:
+    log = KvEventLog(2)
+    log.start()
+    log.stored(b"d" * 16, None, [1, 2])
+    log.saved(b"d" * 16)
+    log.saved(b"d" * 16)
+    assert [event[6] for event in events(log)] == ["GPU", "CPU"]

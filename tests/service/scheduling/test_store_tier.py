@@ -53,6 +53,29 @@ def test_prefix_of_another_server_comes_from_the_store() -> None:
     assert len(store_of(second).lookups) == 1, "asked for blocks that the device has"
 
 
+class SavedBlocks:
+    """Receiver of the changes of host memory."""
+
+    def __init__(self) -> None:
+        self.saved_digests: list[bytes] = []
+
+    def saved(self, digest: bytes) -> None:
+        self.saved_digests.append(digest)
+
+    def forgotten(self, digest: bytes) -> None:
+        raise NotImplementedError
+
+
+def test_blocks_from_the_store_are_reported_once_the_device_has_them() -> None:
+    contents = filled()
+    second = harness_of(contents)
+    assert second.tier
+    events = second.tier._events = SavedBlocks()
+    answer(second, ids(1))
+    (lookup,) = store_of(second).lookups
+    assert events.saved_digests[:5] == lookup
+
+
 def test_idle_scheduler_saves_and_rests() -> None:
     contents: dict[bytes, Any] = {}
     harness = harness_of(contents)
