@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npuserve.service.scheduling.sequence import Sequence, State
@@ -78,7 +78,7 @@ def test_blocks_from_the_store_are_reported_once_the_device_has_them() -> None:
 
 def test_idle_scheduler_saves_and_rests() -> None:
     contents: dict[bytes, Any] = {}
-    harness = harness_of(contents)
+    harness = harness_of(contents, host={"max_early_saves": 4})
     answer(harness, ids(1))
     idle(harness)
     assert len(contents) == 6
@@ -187,6 +187,7 @@ def test_end_of_a_request_leaves_its_fetch() -> None:
 
 
 @pytest.mark.timeout(300)
+@settings(max_examples=40)
 @given(st.data())
 def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> None:
     """Two schedulers share a store that delays, fails, loses blocks and becomes unavailable; flushes, cancels."""
@@ -224,7 +225,8 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
             harness.tick()
     for harness in harnesses:
         harness.finish()
-        idle(harness)
+        for _ in range(10):  # with one slot of host memory, blocks are saved one after another
+            idle(harness)
         harness.scheduler.check_integrity()
         assert harness.tier
         assert not list(harness.tier.store.held_slots if harness.tier.store else [])
