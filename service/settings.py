@@ -64,8 +64,7 @@ SETTINGS: dict[str, dict[str, str]] = {
         "capture": "capture steps as graphs; auto: kernel by kernel if that fails; on: failing is an error; decoder: "
                    "as auto, without the sampler; off: never",
         "speculate": "compute drafts of answers, which stay the same: off; auto: where it is faster; suffix: from "
-                     "earlier text; mtp: of the model's head; or the folder of a smaller model or an EAGLE-3 "
-                     "head",
+                     "earlier text; mtp: of the model's head; or the folder of a model or EAGLE-3 head",
         "draft_depth": "most tokens that a head or a smaller model drafts at a time",
         "stream_interval": "tokens per stream message, except the first and last message",
     },

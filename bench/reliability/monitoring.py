@@ -59,7 +59,8 @@ RULES = Path(__file__).parents[2] / "helm/npuserve/rules/npuserve.yaml"
 EMPTY_HERE = ("Certificates", "Calls of gateways", "Errors to gateways", "Lag of lengths", "Health", "Temperature",
               "Device memory", "AI cores", "Power", "Fault code", "Kernels that fall back", "GPU utilization",
               "GPU temperature", "GPU memory", "GPU power", "GPU clock", "GPU fault", "Refused, by reason",
-              "Firing alerts", "Imbalance of experts", "Host memory hits")
+              "Firing alerts", "Imbalance of experts", "Host memory hits",
+              "Store hits")
 PICTURES = {  # picture -> dashboard and titles of its panels
     "service": ("operators", [
         "Calls by code", "Tokens", "Time to first token", "Inter-token latency", "Where the time goes", "Requests",

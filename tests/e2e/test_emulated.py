@@ -45,9 +45,10 @@ def server() -> Iterator[Server]:
         yield running
 
 
-NOT_BY_DEFAULT = {"greedy", "linear_argmax", "logprobs", "mask_logits", "quantize", "swiglu",
+NOT_BY_DEFAULT = {"greedy", "keep_rows", "linear_argmax", "logprobs", "mask_logits", "quantize", "swiglu",
                   "all_gather", "all_reduce", "embedding_shard", "linear_argmax_shard"}
-"""Kernels of requests with temperature 0, log-probabilities or constraints, of W8A8 models, and of groups of ranks."""
+"""Kernels of requests with temperature 0, log-probabilities or constraints, of W8A8 models, of EAGLE-3 heads, and of
+groups of ranks."""
 
 
 def test_every_kernel_of_a_default_request_has_its_latency(server: Server) -> None:

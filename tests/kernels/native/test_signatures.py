@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from npuserve.kernels.experts import route_experts
 from npuserve.kernels.mask_logits import random_masks
 from npuserve.kernels.native import layout
 from npuserve.kernels.native.packed import PackedWeight
+from npuserve.kernels.quantized import Scheme
+from npuserve.kernels.quantized_weight import QuantizedWeight
 from npuserve.kernels.registry import KERNELS
 from npuserve.kernels.uniform import uniform
 
@@ -57,11 +60,35 @@ def calls() -> dict[str, native.Call]:
             for name in ("experts_swiglu", "experts_sum"):
                 weight = PackedWeight.pack(torch.ones(64, 16, dtype=torch.bfloat16), compact)
                 KERNELS[name].implementations["cpu"].function(rows, weight, routing)
+        call_with_nibbles()
         uniform(np.arange(3), np.arange(3))
         memory = torch.zeros(2, 512, dtype=torch.uint8)
         call("read", ("read", torch.int8, [memory, torch.zeros(2, dtype=torch.int32)], [2, 512]))
         call("peak", ("peak", torch.float32, [torch.zeros(2, dtype=torch.int64)], [2, 1]))
     return found
+
+
+def call_with_nibbles() -> None:
+    """Call the products of an int8 weight in 4 bits."""
+    def weight(rows: int) -> QuantizedWeight:
+        values = torch.ones(rows, 16, dtype=torch.int8)
+        packed = PackedWeight.allocate_nibbles(rows, 16)
+        packed.write(0, values)
+        plain = QuantizedWeight.of(values, torch.ones(rows), torch.bfloat16, inputs=Scheme(symmetric=False))
+        return replace(plain, values=packed)
+
+    functions = {name: KERNELS[name].implementations["cpu"].function for name in (
+        "quantize", "linear", "linear_swiglu", "linear_argmax", "route_experts", "experts_swiglu", "experts_sum")}
+    floats = torch.ones(2, 16, dtype=torch.bfloat16)
+    x = functions["quantize"](floats, Scheme(symmetric=False))
+    bias = torch.ones(32, dtype=torch.bfloat16)
+    for name in ("linear", "linear_swiglu"):
+        functions[name](x, weight(32), bias)
+    functions["linear_argmax"](x, weight(32), bias, 32, *random_masks(torch.Generator(), 2, 32))
+    weight(32).values.rows(torch.arange(3))  # type: ignore[union-attr]
+    routing = functions["route_experts"](floats, floats, 1, False, 0, 2)
+    for name in ("experts_swiglu", "experts_sum"):
+        functions[name](x, weight(64), routing)
 
 
 def arguments() -> Iterator[Any]:
