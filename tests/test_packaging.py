@@ -448,6 +448,7 @@ def test_is_current_after_a_compiler_upgrade_is_false(
     setup_py: ModuleType, compiler: list[str], pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(setup_py, "ISAS", {"avx512": ("-DWIDE",), "portable": ()})
+    monkeypatch.setenv("NATIVE_ISAS", "all")
     library, new, old = tmp_path / "lib.so", shlex.join(compiler), old_compiler(tmp_path, compiler, "-DWIDE")
     monkeypatch.setenv("CXX", old)
     assert setup_py.build(library, pieces) == ["portable"]
@@ -482,7 +483,7 @@ command.run()
 def test_a_build_after_a_compiler_upgrade_replaces_the_library(compiler: list[str], pieces: Path, tmp_path: Path):
     def install(cxx: str) -> bytes:
         done = subprocess.run([sys.executable, "-c", INSTALL, str(ROOT)], cwd=pieces.parent,
-                              env={**os.environ, "CXX": cxx}, capture_output=True, text=True)
+                              env={**os.environ, "CXX": cxx, "NATIVE_ISAS": "all"}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return (tmp_path / "build/lib/native/libnpuserve.so").read_bytes()
 

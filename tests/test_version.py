@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ KEPT = {"CHANGELOG.md"}
 def naming(root: Path, version: str) -> set[str]:
     """Return the project's files outside of tests and benchmarks that name a version."""
     files = [file for folder in (".ci", ".github", "client", "docker", "docs", "helm", "src")
-             for file in (root / folder).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+             for file in (root / folder).rglob("*")
+             if file.is_file() and not re.search(r"__pycache__|\.egg-info", str(file))]
     names = set()
     for file in [*files, *root.glob("*.md"), *root.glob("*.toml"), *root.glob("*.py")]:
         if file.suffix not in (".lock", ".txt", ".png", ".so", ".pyc") and f"{version}" in file.read_text("latin-1"):
