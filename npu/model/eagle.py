@@ -26,6 +26,8 @@ from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.model.layers.layer import Block, DecoderLayer
 from npuserve.npu.model.layers.swiglu import SwiGLU
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
 LAYER_NAMES = "midlayer.", "layers.0."
 """Beginnings of the names of the layer's tensors, as published heads have them."""
 
@@ -69,15 +71,7 @@ def read_eagle(data: Mapping[str, Any], folder: Path, served_layers: int, served
         raise ModelError("config.json: quantization_config: an EAGLE-3 head in floats is supported")
     if num_layers(data) != 1:
         raise ModelError(f"config.json: num_hidden_layers: an EAGLE-3 head has 1, got {num_layers(data)}")
-    nested = data.get("eagle_config")
-    inputs = (nested if isinstance(nested, dict) else {}).get(
-        "eagle_aux_hidden_state_layer_ids", data.get("eagle_aux_hidden_state_layer_ids"))
-    if inputs is None:
-        inputs = [2, served_layers // 2, served_layers - 3]
-    if (not isinstance(inputs, list) or not inputs or inputs != sorted(set(inputs))
-            or not all(type(each) is int and 0 <= each < served_layers for each in inputs)):
-        raise ModelError("config.json: eagle_aux_hidden_state_layer_ids: must be ascending numbers of layers of the "
-                         f"served model, in [0, {served_layers - 1}], got {inputs!r}")
+    inputs = _inputs(data, served_layers)
     if (size := whole(data, "target_hidden_size", served_size)) != served_size:
         raise ModelError(f"config.json: target_hidden_size: is {size}, where the served model has {served_size}")
     has_embedding = has_tensor(folder, "embed_tokens.weight")
@@ -88,8 +82,32 @@ def read_eagle(data: Mapping[str, Any], folder: Path, served_layers: int, served
     vocabulary, has_ids = whole(data, "vocab_size"), has_tensor(folder, "d2t")
     if not has_ids and whole(data, "draft_vocab_size", vocabulary) != vocabulary:
         raise ModelError(f"{folder}: 1 missing: d2t, since draft_vocab_size is not vocab_size, {vocabulary}")
-    return EagleHead(tuple(inputs), served_size, vocabulary, layer,
+    return EagleHead(inputs, served_size, vocabulary, layer,
                      flag(data, "norm_before_residual", False), has_embedding, has_ids)
+
+
+def _inputs(data: Mapping[str, Any], served_layers: int) -> tuple[int, ...]:
+    """Return the layers of the served model whose inputs the head reads, ascending. Raises ModelError.
+
+    Those of eagle_config number the layers whose outputs are read (SpecForge, SGLang); those of the outer object number
+    the layers whose inputs are read (vLLM).
+    """
+    nested = data.get("eagle_config")
+    outputs = nested.get(LAYER_IDS) if isinstance(nested, dict) else None
+    ids, offset = (outputs, 1) if outputs else (data.get(LAYER_IDS), 0)
+    if not ids:
+        default = 2, served_layers // 2, served_layers - 3
+        if not default[0] < default[1] < default[2]:
+            raise ModelError(
+                f"config.json: {LAYER_IDS}: is missing, and a served model of {served_layers} layers has no default; "
+                "the head may have been trained for another model")
+        return default
+    last = served_layers - 1 - offset
+    if (not isinstance(ids, list) or not all(type(each) is int and 0 <= each <= last for each in ids)
+            or ids != sorted(set(ids))):
+        raise ModelError(f"config.json: {LAYER_IDS}: must be ascending numbers of layers of the served model, in "
+                         f"[0, {last}], got {ids!r}")
+    return tuple(each + offset for each in ids)
 
 
 def read_layer(data: Mapping[str, Any], folder: Path, eagle: EagleHead) -> DecoderLayer:

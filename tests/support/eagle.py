@@ -72,13 +72,20 @@ class EagleHead(nn.Module):
         self._embedding = [self.embed_tokens if owns_embedding else model.get_input_embeddings()]  # no submodule
 
     def saved(self, folder: Path, **changes: Any) -> Path:
-        """Save in the format of published heads. changes: of config.json; None removes a key."""
+        """Save in the format of published heads. changes: of config.json; None removes a key.
+
+        eagle_config numbers the layers whose outputs are read. Without one, the embedding may be read, too.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.clone() for name, tensor in self.state_dict().items()}
         data = self.config.to_diff_dict() | {
             "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "vocab_size": self.config.vocab_size,
             "draft_vocab_size": self.lm_head.out_features, "norm_before_residual": self._norms_residual,
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": self._inputs, "use_aux_hidden_state": True}} | changes
+            "eagle_aux_hidden_state_layer_ids": self._inputs} | changes
+        if self._inputs[0] > 0 and "eagle_aux_hidden_state_layer_ids" not in changes:
+            outputs = [layer - 1 for layer in self._inputs]
+            del data["eagle_aux_hidden_state_layer_ids"]
+            data = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs, "use_aux_hidden_state": True}} | data
         (folder / "config.json").write_text(json.dumps({k: value for k, value in data.items() if value is not None}))
         if self._ids is not None:
             tensors["d2t"] = self._ids - torch.arange(len(self._ids))

@@ -67,7 +67,7 @@ def test_default_layers_are_those_of_published_heads(tmp_path: Path) -> None:
     model = random_model("qwen3", num_hidden_layers=8, max_position_embeddings=256)
     torch.manual_seed(0)
     head = EagleHead(model, [2, 4, 5], None)
-    folder = head.saved(tmp_path / "head", eagle_config=None, norm_before_residual=None, draft_vocab_size=None)
+    folder = head.saved(tmp_path / "head", eagle_aux_hidden_state_layer_ids=None, norm_before_residual=None, draft_vocab_size=None)
     file = folder / "model.safetensors"
     save_file({name.replace("midlayer.", "layers.0."): tensor for name, tensor in load_file(file).items()}, file)
     runner = load(saved(model, tmp_path / "model"), dtype="float32", max_num_batched_tokens=16, max_drafts=12,
@@ -80,10 +80,14 @@ def test_default_layers_are_those_of_published_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"num_hidden_layers": 2}, "num_hidden_layers: an EAGLE-3 head has 1, got 2"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3]}},
+    ({"eagle_aux_hidden_state_layer_ids": [0, 3]},
      r"must be ascending numbers of layers of the served model, in \[0, 2\], got \[0, 3\]"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}},
+     r"must be ascending numbers of layers of the served model, in \[0, 1\], got \[0, 2\]"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 0]}}, "must be ascending numbers of layers"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "must be ascending numbers of layers"),
+    ({"eagle_aux_hidden_state_layer_ids": None},
+     "eagle_aux_hidden_state_layer_ids: is missing, and a served model of 3 layers has no default"),
     ({"target_hidden_size": 64}, "target_hidden_size: is 64, where the served model has 32"),
     ({"hidden_size": 48}, "1 missing: embed_tokens.weight, since its hidden_size, 48, is not that of the served model"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: an EAGLE-3 head in floats is supported"),
