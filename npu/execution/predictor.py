@@ -305,7 +305,8 @@ class Eagle3Head(HiddenHead):
         k = self._model.kernels
         fc = self._weights.fc[inputs.index(layer)]
         product = k.linear(residual, fc.weight, fc.bias)
-        if self._sum is not None:
+        if layer != inputs[0]:
+            assert self._sum is not None
             _, product = k.add_rms_norm(  # the norm is not used
                 product, self._sum, self._weights.embedding_norm, self._model.config.rms_norm_eps)
         self._sum = product

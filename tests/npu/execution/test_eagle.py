@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution.load import with_draft
+from npuserve.npu.execution.predictor import Eagle3Head
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.layers.shard import Shard
 from npuserve.npu.model.storage import stored_bytes
@@ -125,6 +127,25 @@ def test_a_head_is_not_served_and_not_divided(tmp_path: Path) -> None:
     config = ModelConfig.from_folder(saved(model, tmp_path / "model")).sharded(Shard(0, 2))
     with pytest.raises(ModelError, match="an EAGLE-3 head is not possible with a tensor_parallel_size above 1"):
         with_draft(config, head, CpuBackend())
+
+
+def test_features_do_not_depend_on_a_pass_that_failed(tmp_path: Path) -> None:
+    """A device that refuses to capture a step may compute the next one kernel by kernel."""
+    model = random_model("qwen3")
+    head = EagleHead(model, [0, 2], None).saved(tmp_path / "head")
+    reader = load(saved(model, tmp_path / "model"), dtype="float32", max_num_batched_tokens=48, max_drafts=4,
+                  draft=head)._forward._reader
+    assert isinstance(reader, Eagle3Head)
+    inputs = torch.randn(2, 5, 32)
+
+    def features() -> Tensor:
+        for layer, residual in zip((0, 2), inputs, strict=True):
+            reader.read(layer, residual)
+        return reader._features[:5].clone()
+
+    expected = features()
+    reader.read(0, torch.randn(9, 32))
+    assert torch.equal(features(), expected)
 
 
 def test_weights_of_a_head_are_counted(tmp_path: Path) -> None:
