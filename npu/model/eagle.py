@@ -27,6 +27,7 @@ from npuserve.npu.model.layers.layer import Block, DecoderLayer
 from npuserve.npu.model.layers.swiglu import SwiGLU
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Key of the layers that a head reads, in eagle_config or beside it (`_inputs`)."""
 
 LAYER_NAMES = "midlayer.", "layers.0."
 """Beginnings of the names of the layer's tensors, as published heads have them."""

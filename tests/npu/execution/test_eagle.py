@@ -42,8 +42,6 @@ def random_head(model: PreTrainedModel, seed: int) -> EagleHead:
         **draw.choice(({}, {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})))
 
 
-
-
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
 def test_drafts_equal_the_reference(tmp_path: Path, seed: int) -> None:
     """Of each depth, after prompts in chunks, prefix hits, preemptions, and accepted and rejected drafts."""
@@ -69,7 +67,8 @@ def test_default_layers_are_those_of_published_heads(tmp_path: Path) -> None:
     model = random_model("qwen3", num_hidden_layers=8, max_position_embeddings=256)
     torch.manual_seed(0)
     head = EagleHead(model, [2, 4, 5], None)
-    folder = head.saved(tmp_path / "head", eagle_aux_hidden_state_layer_ids=None, norm_before_residual=None, draft_vocab_size=None)
+    folder = head.saved(tmp_path / "head", eagle_aux_hidden_state_layer_ids=None, norm_before_residual=None,
+                        draft_vocab_size=None)
     file = folder / "model.safetensors"
     save_file({name.replace("midlayer.", "layers.0."): tensor for name, tensor in load_file(file).items()}, file)
     runner = load(saved(model, tmp_path / "model"), dtype="float32", max_num_batched_tokens=16, max_drafts=12,
