@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -102,7 +103,8 @@ class Model:
         blocks = list(self.weights.blocks)
         following = [*((block.norm, block.input_scheme, block.layer.reads_float32) for block in blocks[1:]),
                      (self.weights.norm, None, False)]
-        begins = {sum(map(len, self.weights.layers[:layer])): layer for layer in range(self.config.num_layers)}
+        ends = accumulate(map(len, self.weights.layers), initial=0)
+        begins = {end: layer for layer, end in enumerate(ends)} if reader is not None else {}
         for place, (block, state, (norm, scheme, widens)) in enumerate(
                 zip(blocks, store.states, following, strict=True)):
             if reader is not None and place in begins:
