@@ -1,7 +1,8 @@
 """Client of a store, over a process that has the native client (store_process.py).
 
 The engine's loop adds calls to queues, and a thread makes them one after another: lookups and loads before saves. Each
-call has a time limit from the moment it is queued. The process is killed if it takes longer.
+call has a time limit from the moment it is queued. A call that waits for half of it is not made. The process is killed
+if a call takes longer.
 
 Circuit breaker: after MAX_FAILURES failures in a row, or one kill, the store is not asked. The process is started again
 after a pause, which doubles from MIN_PAUSE_SECONDS to MAX_PAUSE_SECONDS until a call succeeds.
@@ -42,8 +43,11 @@ IDENTITY_SECONDS = 3600.0
 """Maximum time to read the files of the model."""
 CONNECT_SECONDS = 10.0
 """Maximum time to connect to the store."""
+MAX_WAIT_SHARE = 0.5
+"""Share of a call's time after which it is not made: the process would be killed as slow, though it had many calls."""
 LOAD_SHARE = 0.75
-"""Share of a load's time after which the process reads no further value, so that it need not be killed."""
+"""Share of the time that a load has left, after which the process reads no further value, so that it need not be
+killed."""
 REASONS = {messages.CORRUPT: "corrupt", messages.FULL: "full", messages.ERROR: "error", messages.LATE: "timeout"}
 
 
@@ -103,7 +107,7 @@ class StoreClient:
         return self._add(self._asks, MAX_ASKS, _Waiting(call, Lookup(list(digests)), self._deadline()))
 
     def load(self, call: int, digests: Sequence[bytes], slots: Sequence[int]) -> bool:
-        load = Load(list(digests), LOAD_SHARE * self._seconds)
+        load = Load(list(digests), self._seconds)
         return self._add(self._asks, MAX_ASKS, _Waiting(call, load, self._deadline(), slots))
 
     def save(self, call: int, digest: bytes, slot: int) -> bool:
@@ -168,6 +172,9 @@ class StoreClient:
                 self._make(waiting)
             except _Broken as error:
                 self._break(error.reason)
+            except Exception as error:  # whatever it is: without this thread, requests would wait for ever
+                logs.event(log, "a call of the store of prefixes failed", level=logging.ERROR, error=repr(error))
+                self._break("error")
 
     def _next(self) -> _Waiting | Clear | None:
         """Wait for the next call. None: the client is closed."""
@@ -192,8 +199,8 @@ class StoreClient:
             match waiting.call:
                 case Lookup(digests=digests):
                     count = self._lookup(waiting, len(digests))
-                case Load():
-                    count = self._load(waiting)
+                case Load(digests=digests):
+                    count = self._load(waiting, digests)
                 case Save():
                     count = self._save(waiting)
         finally:
@@ -208,10 +215,10 @@ class StoreClient:
         count = messages.LENGTH.unpack(self._receive(messages.LENGTH.size, waiting.deadline))[0]
         return min(int(count), num_digests)
 
-    def _load(self, waiting: _Waiting) -> int:
+    def _load(self, waiting: _Waiting, digests: list[bytes]) -> int:
         if self._is_late(waiting):
             return 0
-        self._send(waiting.call, waiting.deadline)
+        self._send(Load(digests, LOAD_SHARE * (waiting.deadline - time.monotonic())), waiting.deadline)
         count = 0
         try:
             for slot in waiting.slots:
@@ -234,7 +241,7 @@ class StoreClient:
         return int(self._check(self._receive(1, deadline)))
 
     def _is_late(self, waiting: _Waiting) -> bool:
-        if time.monotonic() < waiting.deadline:
+        if waiting.deadline - time.monotonic() > (1 - MAX_WAIT_SHARE) * self._seconds:
             return False
         self.failures["timeout"] += 1
         return True

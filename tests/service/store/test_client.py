@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from npuserve.service.store import client as client_module
-from npuserve.service.store.client import MAX_ASKS, MAX_FAILURES, StoreClient
+from npuserve.service.store.client import LOAD_SHARE, MAX_ASKS, MAX_FAILURES, StoreClient
 from npuserve.service.store.connector import StoreResult
-from npuserve.service.store.messages import Start
+from npuserve.service.store.messages import Call, Load, Start
 from tests.support.processes import until
 
 BLOCK_BYTES = 1 << 20
@@ -34,6 +34,9 @@ class Memory:
 
     def is_saved(self, slot: int) -> bool:
         return True
+
+    def is_copying(self, slot: int) -> bool:
+        return False
 
     def read(self, slot: int) -> memoryview | None:
         return memoryview(self.slots[slot]) if zlib.crc32(self.slots[slot]) == self.checksums[slot] else None
@@ -208,6 +211,46 @@ def test_load_stops_before_its_time_is_over(shared: Shared) -> None:
     assert other.slots[5] == memory.slots[0]
     assert patient.failures == {"timeout": 1}
     assert patient.is_available
+
+
+def test_load_that_has_waited_is_told_the_time_that_is_left(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    client, _ = shared.connected()
+    sent: list[Call] = []
+    send = client._send
+
+    def record(call: Call, deadline: float) -> None:
+        sent.append(call)
+        send(call, deadline)
+
+    monkeypatch.setattr(client, "_send", record)
+    monkeypatch.setattr(client, "_deadline", lambda: time.monotonic() + 0.6 * SECONDS)
+    result(client, client.load, DIGESTS[:1], [7])
+    (load,) = sent
+    assert isinstance(load, Load)
+    assert load.seconds <= LOAD_SHARE * 0.6 * SECONDS
+
+
+def test_call_that_has_waited_too_long_is_not_made(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is not killed: it is not slow."""
+    client, _ = shared.connected()
+    save(client)
+    process = client._process
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_deadline", lambda: time.monotonic() + 0.4 * SECONDS)
+        assert result(client, client.lookup, DIGESTS) == 0
+        assert result(client, client.load, DIGESTS[:1], [7]) == 0
+    assert client.failures == {"timeout": 2}
+    assert result(client, client.lookup, DIGESTS) == 3
+    assert client._process is process
+
+
+def test_unexpected_error_of_a_call_does_not_end_the_client(shared: Shared) -> None:
+    client, memory = shared.connected()
+    del memory.checksums[5:]
+    assert result(client, client.save, DIGESTS[0], 5) == 0
+    assert client.failures == {"error": 1}
+    until(lambda: client.is_available, seconds=60)
+    assert result(client, client.lookup, DIGESTS) == 0
 
 
 def test_crashed_process_is_started_again(shared: Shared) -> None:
