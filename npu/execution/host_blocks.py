@@ -164,6 +164,10 @@ class HostBlocks:
         """Return whether the last copy to a slot is complete, and its checksum known."""
         return slot not in self._unsaved and (checksum := self._checksums.get(slot)) is not None and checksum.done()
 
+    def is_copying(self, slot: int) -> bool:
+        """Return whether a copy to a slot is in progress, which may overwrite it at any time."""
+        return slot in self._unsaved
+
     def read(self, slot: int) -> memoryview | None:
         """Return the bytes of a saved slot, for any thread; None if they do not have the checksum of the save."""
         view = self.view(slot)

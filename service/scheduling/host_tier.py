@@ -20,7 +20,8 @@ Blocks are therefore saved before their eviction, `max_early_saves` in a step, u
 `num_early` blocks that the block manager will give away are neither free nor saved.
 
 With a store (store_tier.py) all cached blocks are saved early, also in steps without rows, and from host memory to the
-store.
+store. They are saved no faster than the store takes them: of blocks that it does not take, the first ones of a prefix
+would be lost, since they are the last to be saved.
 
 The interface to block manager and scheduler is that of a connector: `save`, `find`, `begin_load`, and `end_loads` for
 what has ended. The index ends with the engine's process, as the memory does.
@@ -210,6 +211,8 @@ class HostTier:
         if num_next - self._num_checked < (self._max_early_saves if self.store is None else 1):
             return
         left = min(self._max_early_saves, self._max_saves - self._num_new)
+        if self.store is not None:
+            left = max(0, min(left, self.store.limit_saves(left + self._num_new) - self._num_new))
         for place, digest, block in blocks.next_evicted(self._num_checked, num_next):
             if digest in self._slots:
                 continue
@@ -381,13 +384,27 @@ class HostTier:
         """Keep slots from being overwritten until `release`."""
         self._reading.update(slots)
 
-    def reserve(self, count: int) -> list[int]:
-        """Return at most `count` slots, which are held, for blocks from the store. Forgets the least recently used."""
+    def reserve(self, count: int, is_busy: Callable[[int], bool]) -> list[int]:
+        """Return at most `count` slots, which are held, for blocks from the store. Forgets the least recently used.
+
+        is_busy: returns whether a copy to a slot is in progress, as of a block that was forgotten. It would overwrite
+            the block from the store.
+        """
         while len(self._free) < count and self._forget_oldest(self._slots):
             pass
-        slots = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        slots: list[int] = []
+        busy: list[int] = []
+        while self._free and len(slots) < count:
+            slot = self._free.pop()
+            (busy if is_busy(slot) else slots).append(slot)
+        self._free += busy
         self.hold(slots)
         return slots
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Make blocks in host memory the most recently used ones, the last of them the first to be forgotten."""
+        for digest in reversed(digests):
+            self._slots.move_to_end(digest)
 
     def enter(self, digest: bytes, slot: int) -> None:
         """Enter a block that the store has brought into a held slot, unless host memory has it."""

@@ -102,7 +102,8 @@ class SequenceMemory:
         num_cached = len(blocks.find_prefix(sequence.blocks, sequence.token_ids))
         max_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
         digests = blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)
-        num_found = num_cached + len(tier.find(digests[num_cached:]))
+        found = tier.find(digests[num_cached:])
+        num_found = num_cached + len(found)
         if num_found == len(digests):
             return None
         sequence.num_fetches += 1
@@ -112,6 +113,7 @@ class SequenceMemory:
             call = tier.next_id()
             if not tier.store.begin_fetch(call, digests[num_found:]):
                 return None
+        tier.touch(found)  # what the fetch brings needs the blocks before it
         return LoadWait(call, num_cached * blocks.block_size, num_found * blocks.block_size)
 
     def join_load(self, sequence: Sequence, spare: int) -> LoadWait | None:

@@ -8,14 +8,15 @@ others run. It asks once. Further requests that need the same block wait for the
 have, or not in time, is computed.
 
 Slots that the store reads or writes are held: no save may overwrite them. At most MAX_HELD_SHARE of the slots are held
-for loads, and `max_saves` for saves. Blocks beyond them are not saved to the store.
+for loads, and `max_saves` for saves. Blocks wait for their early saves until there are fewer. Those that are evicted
+before are not saved to the store.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,7 +33,7 @@ class SlotIndex(Protocol):
 
     def next_id(self) -> int: ...
     def hold(self, slots: Iterable[int]) -> None: ...
-    def reserve(self, count: int) -> list[int]: ...
+    def reserve(self, count: int, is_busy: Callable[[int], bool]) -> list[int]: ...
     def enter(self, digest: bytes, slot: int) -> None: ...
     def release(self, digest: bytes, slot: int) -> None: ...
 
@@ -102,6 +103,12 @@ class StoreTier:
         self.queries += len(digests) * self.block_size
         return True
 
+    def limit_saves(self, count: int) -> int:
+        """Return how many of `count` further blocks `save` takes; all of them while the store is not asked."""
+        if not self.connector.is_available:
+            return count
+        return max(0, min(count, self._max_saves - len(self._copied) - len(self._saves)))
+
     def save(self, index: SlotIndex, digest: bytes, slot: int) -> None:
         """Save a block, which a step copies to a slot of host memory."""
         if not self.connector.is_available:
@@ -137,7 +144,7 @@ class StoreTier:
         count = min(count, index.num_slots // MAX_HELD_SHARE - num_held)
         if fetch.is_dropped or count < 1:
             return False
-        slots = index.reserve(count)
+        slots = index.reserve(count, self._memory.is_copying)
         digests = fetch.digests[: len(slots)]
         if slots and self.connector.load(call, digests, slots):
             fetch.slots = slots

@@ -53,6 +53,9 @@ class SlotMemory(Protocol):
     def is_saved(self, slot: int) -> bool:
         """Return whether the copy to a slot is complete, and its checksum known."""
 
+    def is_copying(self, slot: int) -> bool:
+        """Return whether a copy to a slot is in progress, which may overwrite it at any time."""
+
     def read(self, slot: int) -> memoryview | None:
         """Return the bytes of a saved slot; None if their checksum differs."""
 

@@ -146,6 +146,24 @@ def test_slots_are_read_after_their_save_and_written_for_a_load() -> None:
     assert host.read(0) is None
 
 
+def test_slot_is_copying_until_its_save_is_complete() -> None:
+    host, _ = host_of(3)
+    copies = host._copies
+    ends = [False]
+
+    class Copying(Done):
+        def done(self) -> bool:
+            return ends[0]
+
+    copies.to_host = lambda targets, sources: Copying()  # type: ignore[method-assign]
+    host.launch([HostCopy(2, 0)], [])
+    host.take_ended_loads()
+    assert [host.is_copying(slot) for slot in range(2)] == [True, False]
+    ends[0] = True
+    host.take_ended_loads()
+    assert not host.is_copying(0)
+
+
 def test_layout_differs_with_shape_and_type() -> None:
     host, tensors = host_of(1)
     others = [[tensors[0]], [tensors[1], tensors[0]], [tensors[0].view(torch.int8), tensors[1]],

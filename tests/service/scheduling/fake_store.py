@@ -19,11 +19,15 @@ class FakeMemory:
         self.device = device
         self.save_polls = 0  # calls of `is_saved` that return False before one returns True
         self._polls = 0
+        self.copying: set[int] = set()  # slots to which copies are in progress
 
     def is_saved(self, slot: int) -> bool:
         assert slot in self.device.host
         self._polls += 1
         return self._polls % (self.save_polls + 1) == 0
+
+    def is_copying(self, slot: int) -> bool:
+        return slot in self.copying
 
     def read(self, slot: int) -> Any:
         return None if slot in self.device.corrupt else self.device.host[slot]
@@ -74,6 +78,7 @@ class FakeStore:
 
     def load(self, call: int, digests: Sequence[bytes], slots: Sequence[int]) -> bool:
         assert len(digests) == len(slots) == len({*slots}) > 0
+        assert self._memory.copying.isdisjoint(slots), "a copy from the device would overwrite what is loaded"
         if not self._add(_Call("load", call, list(digests), list(slots))):
             return False
         self._memory.device.host.update(dict.fromkeys(slots, GARBAGE))

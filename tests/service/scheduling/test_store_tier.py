@@ -85,6 +85,22 @@ def test_idle_scheduler_saves_and_rests() -> None:
     assert not harness.scheduler.loads.has_loads
 
 
+@pytest.mark.parametrize("host_slots", [1, 4, 32])
+def test_idle_scheduler_rests_though_copies_end_late(host_slots: int) -> None:
+    """No block is offered to the store twice."""
+    harness = harness_of({}, host_slots=host_slots)
+    store_of(harness)._memory.save_polls = 3
+    answer(harness, ids(1))
+    for _ in range(5):
+        idle(harness)
+    assert harness.tier
+    assert harness.tier.store
+    assert harness.tier.store.num_saved == 6
+    idle(harness)
+    assert harness.tier.store.num_saved == 6
+    assert not harness.scheduler.loads.has_loads
+
+
 def test_request_waits_for_the_store_while_others_run() -> None:
     second = harness_of(filled())
     other = second.add(ids(2), 9)
@@ -164,15 +180,61 @@ def test_flush_empties_the_store_and_drops_what_arrives() -> None:
     second.check_answer(sequence)
 
 
-def test_more_blocks_than_wait_are_dropped_and_counted() -> None:
+def test_long_prompt_is_saved_as_fast_as_the_store_takes_it() -> None:
     contents: dict[bytes, Any] = {}
-    harness = harness_of(contents, host_slots=8)
+    first = harness_of(contents, host_slots=64, num_blocks=40, host={"max_early_saves": 8})
+    assert max_saves(64, 8) == 16
+    store_of(first).polls = 20
+    store_of(first).limit = 16
+    answer(first, ids(1, 61))
+    for _ in range(3):
+        idle(first)
+    assert not store_of(first).failures
+    assert not first.scheduler.loads.has_loads
+    second = harness_of(contents, host_slots=64, num_blocks=40)
+    assert answer(second, ids(1, 61)).cached_tokens == 60
+
+
+def test_blocks_that_are_evicted_before_the_store_takes_them_are_dropped_and_counted() -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents, host_slots=8, num_blocks=8)
     assert max_saves(8, 8) == 2
-    store_of(harness).polls = 50
-    answer(harness, ids(1))
-    idle(harness)
-    assert len(contents) < 6
+    store_of(harness).polls = 20
+    sequences = [harness.add(ids(seed), 2) for seed in range(6)]
+    harness.finish()
     assert store_of(harness).failures["dropped"] >= 4
+    for sequence in sequences:
+        harness.check_answer(sequence)
+
+
+def test_fetch_keeps_the_blocks_before_it_in_host_memory() -> None:
+    contents: dict[bytes, Any] = {}
+    fields = {"host_slots": 24, "num_blocks": 24}
+    first = harness_of(contents, host_slots=64, num_blocks=40)
+    answer(first, ids(1, 31))
+    idle(first)
+    second = harness_of({}, **fields)
+    for seed, length in ((1, 21), (2, 41)):
+        answer(second, ids(seed, length))
+        for _ in range(5):
+            idle(second)
+    store_of(second).contents.update(contents)
+    assert answer(second, ids(1, 31)).cached_tokens == 30
+
+
+def test_fetch_takes_no_slot_to_which_a_copy_is_in_progress() -> None:
+    contents = filled()
+    kept = dict(contents)
+    second = harness_of(contents, host_slots=12)
+    answer(second, ids(2))
+    assert second.tier
+    memory = store_of(second)._memory
+    memory.copying.update(range(12))
+    memory.copying.difference_update(second.tier._free[:3])
+    second.scheduler.memory.flush_prefix_cache()
+    contents.update(kept)
+    assert answer(second, ids(1)).cached_tokens == 6
+    second.scheduler.check_integrity()
 
 
 def test_end_of_a_request_leaves_its_fetch() -> None:
