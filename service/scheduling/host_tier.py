@@ -363,6 +363,8 @@ class HostTier:
             if self._new_saves.pop(key, None) is not None:
                 self._num_new -= len(slots)
                 self.num_dropped += 1
+        if self.store is not None:
+            self.store.forget(key)
         if self._events is not None:
             self._events.forgotten(key)
 
@@ -409,6 +411,11 @@ class HostTier:
     def enter(self, digest: bytes, slot: int) -> None:
         """Enter a block that the store has brought into a held slot, unless host memory has it."""
         self._slots.setdefault(digest, [slot])
+
+    def slot_of(self, digest: bytes) -> int | None:
+        """Return the slot of a block; None without one, or if no step carries its save yet."""
+        slots = self._slots.get(digest)
+        return None if slots is None or digest in self._new_saves else slots[0]
 
     def release(self, digest: bytes, slot: int) -> None:
         """End a `hold`. The slot is free then if it does not hold the block."""

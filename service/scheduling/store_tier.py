@@ -9,7 +9,8 @@ have, or not in time, is computed.
 
 Slots that the store reads or writes are held: no save may overwrite them. At most MAX_HELD_SHARE of the slots are held
 for loads, and `max_saves` for saves. Blocks wait for their early saves until there are fewer. Those that are evicted
-before are not saved to the store.
+before are not saved to the store. While the store is not asked, as at the start, blocks are saved to host memory alone.
+Those that are still there when it is asked again are saved to it then.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class SlotIndex(Protocol):
     def reserve(self, count: int, is_busy: Callable[[int], bool]) -> list[int]: ...
     def enter(self, digest: bytes, slot: int) -> None: ...
     def release(self, digest: bytes, slot: int) -> None: ...
+    def slot_of(self, digest: bytes) -> int | None: ...
 
 
 @dataclass(slots=True)
@@ -74,12 +76,13 @@ class StoreTier:
         self._fetch_of: dict[bytes, int] = {}
         self._ended: set[int] = set()
         self._copied: deque[tuple[bytes, int]] = deque()  # blocks whose copies from the device are in progress
+        self._missed: dict[bytes, None] = {}  # blocks in host memory that were saved there while the store was not asked
         self._saves: dict[int, tuple[bytes, int]] = {}  # by call, the blocks that the connector saves
 
     @property
     def is_busy(self) -> bool:
         """True if `poll` is needed soon."""
-        return bool(self._fetches or self._ended or self._copied)
+        return bool(self._fetches or self._ended or self._copied or (self._missed and self.connector.is_available))
 
     @property
     def held_slots(self) -> Iterator[int]:
@@ -112,8 +115,9 @@ class StoreTier:
     def save(self, index: SlotIndex, digest: bytes, slot: int) -> None:
         """Save a block, which a step copies to a slot of host memory."""
         if not self.connector.is_available:
+            self._missed[digest] = None
             return
-        if len(self._copied) + len(self._saves) >= self._max_saves:
+        if not self.limit_saves(1):
             self.connector.failures["dropped"] += 1
             return
         index.hold([slot])
@@ -121,6 +125,7 @@ class StoreTier:
 
     def poll(self, index: SlotIndex) -> None:
         """Take in the results of the connector, and pass it the blocks that can be saved now."""
+        self._save_missed(index)
         while self._copied and self._memory.is_saved(self._copied[0][1]):
             digest, slot = self._copied.popleft()
             call = index.next_id()
@@ -136,6 +141,19 @@ class StoreTier:
                 self._end_load(index, call, count)
             elif not self._begin_load(index, call, count):
                 self._end(call)
+
+    def _save_missed(self, index: SlotIndex) -> None:
+        """Begin to save blocks that the store missed: those that were saved last, the first ones of a prefix, first."""
+        while self._missed and self.connector.is_available and self.limit_saves(1):
+            digest, _ = self._missed.popitem()
+            slot = index.slot_of(digest)
+            if slot is not None:
+                index.hold([slot])
+                self._copied.append((digest, slot))
+
+    def forget(self, digest: bytes) -> None:
+        """Note that host memory has forgotten a block."""
+        self._missed.pop(digest, None)
 
     def _begin_load(self, index: SlotIndex, call: int, count: int) -> bool:
         """Load the blocks that the store has. Return False if there are none, or no slots for them."""

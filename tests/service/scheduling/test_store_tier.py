@@ -153,6 +153,23 @@ def test_unavailable_store_is_not_asked() -> None:
     assert len(contents) == 6
 
 
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_blocks_are_saved_once_the_store_is_asked(is_flushed: bool) -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents)
+    store_of(harness).is_available = False
+    answer(harness, ids(1))
+    idle(harness)
+    assert not harness.scheduler.loads.has_loads
+    if is_flushed:
+        harness.scheduler.memory.flush_prefix_cache()
+    store_of(harness).is_available = True
+    idle(harness)
+    assert len(contents) == (0 if is_flushed else 6)
+    assert not harness.scheduler.loads.has_loads
+    harness.scheduler.check_integrity()
+
+
 def test_salt_and_bypass_find_nothing() -> None:
     contents = filled()
     second = harness_of(contents)
@@ -264,6 +281,7 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
         store = store_of(harness)
         store.polls = data.draw(st.integers(1, 6))
         store.limit = data.draw(st.integers(1, 8))
+        store._memory.save_polls = data.draw(st.integers(0, 2))
         store.fault = lambda kind, count: min(count, data.draw(draw_fault))
         harness.device.load_polls = data.draw(st.integers(1, 4))
     for _ in range(data.draw(st.integers(3, 20))):
