@@ -76,7 +76,7 @@ class StoreTier:
         self._fetch_of: dict[bytes, int] = {}
         self._ended: set[int] = set()
         self._copied: deque[tuple[bytes, int]] = deque()  # blocks whose copies from the device are in progress
-        self._missed: dict[bytes, None] = {}  # blocks in host memory that were saved there while the store was not asked
+        self._missed: dict[bytes, None] = {}  # blocks that were saved to host memory while the store was not asked
         self._saves: dict[int, tuple[bytes, int]] = {}  # by call, the blocks that the connector saves
 
     @property

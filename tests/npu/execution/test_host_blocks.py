@@ -147,19 +147,24 @@ def test_slots_are_read_after_their_save_and_written_for_a_load() -> None:
 
 
 def test_slot_is_copying_until_its_save_is_complete() -> None:
-    host, _ = host_of(3)
-    copies = host._copies
-    ends = [False]
+    class Copy(Done):
+        is_done = False
 
-    class Copying(Done):
         def done(self) -> bool:
-            return ends[0]
+            return self.is_done
 
-    copies.to_host = lambda targets, sources: Copying()  # type: ignore[method-assign]
+    class SlowCopies(DirectCopies):
+        copy = Copy()
+
+        def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Done:
+            return self.copy
+
+    backend = SlowCopies()
+    host = HostBlocks(backend, [torch.zeros(8, 8)], 1 << 10)  # type: ignore[arg-type]
     host.launch([HostCopy(2, 0)], [])
     host.take_ended_loads()
     assert [host.is_copying(slot) for slot in range(2)] == [True, False]
-    ends[0] = True
+    backend.copy.is_done = True
     host.take_ended_loads()
     assert not host.is_copying(0)
 
