@@ -130,7 +130,8 @@ def answers(
     As in the engine, a step is launched while the previous one is in flight, with PENDING tokens. Then the previous one
     is collected, and the launched one gets its masks.
     """
-    blocks = -(-512 // runner.block_size)
+    blocks = min(-(-512 // runner.block_size), runner.num_blocks // len(requests))
+    assert all(len(ask.prompt) + ask.count <= blocks * runner.block_size for ask in requests)
     flying: deque[tuple[Any, list[int]]] = deque()
     results: list[StepResult] = []
 
