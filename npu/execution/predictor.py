@@ -215,7 +215,7 @@ class HiddenHead(Predictor):
         outputs, hidden = self.forward(_of_head(batch), self._kept(len(next_ids)), next_ids)
         if not depth:
             return outputs
-        outputs, hidden = (each.index_select(0, sampled.tokens) for each in (outputs, hidden))
+        outputs, hidden = _selected(outputs, hidden, sampled.tokens)
         ids = self._choose_all(outputs, 0)
         if depth == 1:
             return ids
@@ -233,7 +233,8 @@ class HiddenHead(Predictor):
         if drafted is None:
             return []
         tokens = drafted.tokens.gather(1, self._num_right(drafted)).flatten()
-        outputs, hidden, positions = outputs[tokens], hidden[tokens], batch.positions[tokens]
+        outputs, hidden = _selected(outputs, hidden, tokens)
+        positions = batch.positions[tokens]
         result: list[Drafts] = []
         for count in drafted.counts:
             if result:
@@ -418,6 +419,12 @@ def predictor_of(
     if kept_tokens:
         kept_hidden = backend.empty((kept_tokens, config.hidden_size), model.weights.dtype).zero_()
     return MtpHead(layers, allocate(config), block_size, last, drafts, head, kept_hidden)
+
+
+def _selected(outputs: Tensor, hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows `tokens` [N] of both, which may be one tensor."""
+    selected = outputs.index_select(0, tokens)
+    return selected, selected if hidden is outputs else hidden.index_select(0, tokens)
 
 
 def _of_head(batch: Batch) -> Batch:
