@@ -23,8 +23,7 @@ from pathlib import Path
 
 import grpc
 
-from bench.serving.server import arguments, report, serving
-from npuserve.v1 import generate_pb2 as pb
+from bench.serving.server import arguments, greedy_request, report, serving
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 
 CLIENTS = 2
@@ -54,12 +53,7 @@ def hold(stub: rpc.InferenceServiceStub, seed: int, turns: int, message_end: int
     for _ in range(turns):
         chat += message(USER, draw.choices(range(FIRST_ID, LAST_ID), k=MESSAGE_TOKENS))
         prompt = [*chat, START, ASSISTANT, LINE, THINK, LINE]
-        request = pb.GenerateRequest()
-        request.token_ids.ids.extend(prompt)
-        request.sampling.temperature = 0.0
-        request.stopping.max_tokens = ANSWER_TOKENS
-        request.stopping.ignore_eos = True
-        request.output.return_token_ids = True
+        request = greedy_request(prompt, ANSWER_TOKENS)
         request.scheduling.bypass_prefix_cache = bypass
         began, seconds, answer, cached = time.monotonic(), 0.0, list[int](), 0
         for part in stub.StreamGenerate(request, timeout=600):

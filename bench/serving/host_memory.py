@@ -35,9 +35,8 @@ import grpc
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # the root of the repository
 
-from bench.serving.server import Serving, arguments, serving
+from bench.serving.server import Serving, arguments, greedy_request, serving
 from npuserve.service.settings import parse_size
-from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 
 WORKING_SET = 4
@@ -60,11 +59,7 @@ class Figures:
 
 def ask(stub: rpc.InferenceServiceStub, prompt: list[int], tokens: int) -> tuple[list[float], int]:
     """Return the time of each message with tokens since the call, and the cached tokens."""
-    request = pb.GenerateRequest()
-    request.token_ids.ids.extend(prompt)
-    request.sampling.temperature = 0.0
-    request.stopping.max_tokens, request.stopping.ignore_eos = tokens, True
-    request.output.return_token_ids = True
+    request = greedy_request(prompt, tokens)
     began, times, cached = time.monotonic(), list[float](), 0
     for part in stub.StreamGenerate(request, timeout=600):
         if part.token_ids:

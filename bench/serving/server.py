@@ -1,4 +1,5 @@
-"""A running server for benchmarks: start, metrics, log, child processes, stop; command-line arguments and reports."""
+"""A running server for benchmarks: start, metrics, log, child processes, stop. Requests to it, command-line arguments,
+reports."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from npuserve.v1 import generate_pb2 as pb
 
 
 class Serving:
@@ -163,6 +166,17 @@ def arguments(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list
     """Return the parsed arguments before `--`, and the arguments after it, which are settings of the server."""
     cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     return parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
+
+
+def greedy_request(prompt: Sequence[int], tokens: int) -> pb.GenerateRequest:
+    """Return a greedy request of token ids that generates `tokens` tokens and returns their ids."""
+    request = pb.GenerateRequest()
+    request.token_ids.ids.extend(prompt)
+    request.sampling.temperature = 0.0
+    request.stopping.max_tokens = tokens
+    request.stopping.ignore_eos = True
+    request.output.return_token_ids = True
+    return request
 
 
 def report(figures: dict[str, Any], file: Path | None) -> None:

@@ -196,8 +196,9 @@ def tables(config: ModelConfig, vocabulary_tile: int) -> list[StoredMatrix]:
     padding = c.padded_vocabulary(vocabulary_tile) // c.shard.size - ids.size
     embedding, head = ({name: ids} for name in (f"{c.prefix}embed_tokens", "lm_head"))
     if c.eagle:
-        own = StoredMatrix({"embed_tokens": Span.all(c.eagle.vocabulary)}, hidden, Floats())
-        return [*([own] if c.eagle.has_embedding else []), StoredMatrix(head, hidden, Floats(), padding)]
+        of_served_ids = StoredMatrix({"embed_tokens": Span.all(c.eagle.vocabulary)}, hidden, Floats())
+        lm_head = StoredMatrix(head, hidden, Floats(), padding)
+        return [of_served_ids, lm_head] if c.eagle.has_embedding else [lm_head]
     form = Floats() if c.tie_word_embeddings else _form(c, list(head), hidden)
     if c.lm_head_dtype == "int8" and isinstance(form, Floats):
         form = RoundedInt8(W8A8(), form.converted)

@@ -131,8 +131,8 @@ class ModelWeights:
 
     @property
     def _forms(self) -> list[WeightForm]:
-        own = [self.embedding] if self.owns_embedding else []
-        weights = {id(weight): weight for weight in (*own, *self._linear_weights())}
+        embeddings = [self.embedding] if self.owns_embedding else []
+        weights = {id(weight): weight for weight in (*embeddings, *self._linear_weights())}
         return list(weights.values())
 
     def attention_layers(self) -> tuple[LayerWeights, ...] | None:

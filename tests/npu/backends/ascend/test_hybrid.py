@@ -16,6 +16,7 @@ import torch
 from npuserve.kernels.ascend_delta import DeltaLaunches
 from npuserve.kernels.causal_conv_silu import causal_conv_silu
 from npuserve.kernels.gated_delta_rule import gated_delta_rule
+from npuserve.kernels.registry import Case, Implementation
 from npuserve.npu import emulator
 from npuserve.npu.backends.ascend import delta_kernels
 from npuserve.npu.backends.base import BackendError
@@ -433,6 +434,16 @@ def test_hybrid_chunk_of_512_tokens_is_one_replay(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def tasks_of(implementation: Implementation[..., Any], case: Case) -> Counter[str]:
+    """Return the names of the tasks that a kernel's implementation runs for a case in bfloat16."""
+    args = implementation.adapt(case.make(torch.Generator().manual_seed(0), torch.bfloat16))
+    emulator.log_tasks(True)
+    implementation.function(*args)
+    torch.npu.synchronize()
+    emulator.log_tasks(False)
+    return Counter(task.name for task in emulator.tasks())
+
+
 @emulated()
 def test_hybrid_operators_are_called() -> None:
     """The case with heads of 128 runs by the operators in bfloat16, and the others without."""
@@ -440,24 +451,14 @@ def test_hybrid_operators_are_called() -> None:
         (gated_delta_rule, "aclnnChunkGatedDeltaRule", True), (causal_conv_silu, "aclnnChunkGatedDeltaRule", False)):
         case = [case for case in kernel.cases if not case.benchmark][-1]
         made = kernel.implementations["ascend"]
-        args = made.adapt(case.make(torch.Generator().manual_seed(0), torch.bfloat16))
-        emulator.log_tasks(True)
-        made.function(*args)
-        torch.npu.synchronize()
-        emulator.log_tasks(False)
-        assert (task in {each.name for each in emulator.tasks()}) == present
+        assert (task in tasks_of(made, case)) == present
 
 
 @emulated()
 def test_hybrid_rule_by_operators_of_torch_computes_the_gates_once() -> None:
     case = next(case for case in gated_delta_rule.cases if "16x16" in case.name)
     made = gated_delta_rule.implementations["ascend"]
-    args = made.adapt(case.make(torch.Generator().manual_seed(0), torch.bfloat16))
-    emulator.log_tasks(True)
-    made.function(*args)
-    torch.npu.synchronize()
-    emulator.log_tasks(False)
-    counted = Counter(task.name for task in emulator.tasks())
+    counted = tasks_of(made, case)
     assert (counted["aclnnSigmoid"], counted["aclnnSoftplus"]) == (1, 1)
 
 
