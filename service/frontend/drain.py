@@ -54,6 +54,7 @@ class Drain:
         await self._servers.connections.wait_until_idle(child.FINAL_STATUS_SECONDS)
         if self._moving:
             self._moving.cancel()
+            await asyncio.wait([self._moving])  # the second server has started, or does not
         self._servers.connections.close_idle(self._servers.port)
         await self._servers.stop(child.STOP_SECONDS)
 

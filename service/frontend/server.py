@@ -177,7 +177,7 @@ class Servers:
                         break
                 await asyncio.sleep(LISTEN_RETRY_SECONDS)  # until the first server has released the port
             self._servers.append(server)
-            await server.start()
+            await _start(server)
             await stopping
         finally:
             stopping.cancel()
@@ -245,6 +245,16 @@ class Servers:
             if probe.cannot_listen(self._config.host, self.port if self._config.frontends == 1 else 0):
                 raise
             raise ConfigError("tls_cert: gRPC cannot listen with this certificate and its key") from None
+
+
+async def _start(server: grpc.aio.Server) -> None:
+    """Start `server`. A cancellation waits for that, since gRPC's cancelled start leaves a failed server."""
+    starting = asyncio.ensure_future(server.start())
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await starting
+        raise
 
 
 def _add_port(setting: str, address: str, add: Callable[[str], int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import socket
 import threading
@@ -15,6 +16,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from npuserve.service.frontend import server
+from npuserve.service.frontend.drain import Drain
 from npuserve.v1 import generate_pb2 as pb
 from npuserve.v1 import prompt_pb2
 from tests.support.fake_engine import make_folder, until
@@ -94,6 +96,24 @@ async def test_drain_with_several_front_ends_listens_beside_them(tmp_path: Path)
                 front_end.engine.hold.set()
             assert "".join([part.text async for part in stream]) == "bc"
             await stopping
+
+
+async def test_drain_end_while_the_second_server_starts_stops_it(tmp_path: Path) -> None:
+    """The drain ends at each point of that start in turn; gRPC's own start cannot be cancelled at some of them."""
+    loop, failures = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    for turns in range(8):
+        async with running(make_folder(tmp_path / str(turns)), frontends=2) as front_end:
+            servers = front_end.frontend._servers
+            drain = Drain(servers, 60)
+            drain._moving = asyncio.ensure_future(drain._move_clients())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            drain._moving.cancel()  # as `stop` does, after its wait
+            await drain.stop()
+            front_end.frontend.stop = lambda *_: asyncio.sleep(0)  # type: ignore[method-assign,assignment,return-value]
+    gc.collect()  # asyncio tells then of exceptions that nobody took
+    assert not failures
 
 
 async def test_drain_end_fails_calls_in_preparation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
