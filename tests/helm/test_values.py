@@ -214,6 +214,8 @@ CONTRADICTIONS: list[tuple[str, Object]] = [
     ("gateway.from: is empty", {"gateway": {"enabled": True}}),
     ("inferencePool.endpointPicker.name: is empty", {"inferencePool": {"enabled": True}}),
     ("inferencePool.httpRoute.parentRefs: is empty", {"inferencePool": {**POOL, "httpRoute": {"enabled": True}}}),
+    ("config.kv_cache_memory: 4294967297 is above resources.limits.memory, 4Gi", {
+        "config": {"kv_cache_memory": 4294967297}}),
     ("resources.requests.memory: 4097Mi is above resources.limits.memory, 4Gi", {
         "resources": {"requests": {"memory": "4097Mi"}}}),
     ("resources.requests.cpu: 2 is above resources.limits.cpu, 1500m", {"resources": {"limits": {"cpu": "1500m"}}}),

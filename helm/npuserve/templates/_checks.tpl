@@ -432,6 +432,9 @@ values.schema.json and files/formats.yaml refuse. */}}
 {{- $limit := dig "limits" "memory" "" .Values.resources }}
 {{- range $name := eq .Values.accelerator.kind "cpu" | ternary (list "kv_cache_memory") (list "kv_offload_memory") }}
 {{- $size := default 0 (get $config $name) }}
+{{- if kindIs "float64" $size }}
+{{- $size = int64 $size }}
+{{- end }}
 {{- if and $limit (gt (include "npuserve.bytes" $size | float64) (include "npuserve.quantity" $limit | float64)) }}
 {{- include "npuserve.refuse" (printf "config.%s: %v is above resources.limits.memory, %v, which holds the rest of the server too; raise that or lower this" $name $size $limit) }}
 {{- end }}
