@@ -298,8 +298,9 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
             "percentunit", "Share of the prompt tokens looked up in the store that it brought."),
         Panel("Store copies", {"{{direction}}": rate("kv_store_bytes_total", "direction")}, "Bps",
               "Blocks that are saved to the store that servers share, and those that are loaded from it."),
-        Panel("Store failures", {"{{reason}}": rate("kv_store_failures_total", "reason")}, "cps",
-              "Calls of the store that failed. What it does not bring is computed."),
+        Panel("Store failures", {
+            "{{reason}}": rate("kv_store_failures_total", "reason"), "retries": rate("kv_store_retries_total")}, "cps",
+            "Calls of the store that failed, and saves that were begun again. What it does not bring is computed."),
         Panel("Store", {"{{instance}}": total("kv_store_available", "instance", how="max")}, "short",
               "1 while the store is asked; 0 without one, and while it does not answer."),
         Panel("State slots", {"{{instance}} {{state}}": total("state_slots", "instance, state")}, "short",

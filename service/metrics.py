@@ -106,6 +106,8 @@ kv_store_bytes_total = _counter(
     "kv_store_bytes_total", "Bytes of blocks saved to the store and loaded from it", "direction")
 kv_store_failures_total = _counter(
     "kv_store_failures_total", "Calls of the store that failed; what it does not bring is computed", "reason")
+kv_store_retries_total = _counter(
+    "kv_store_retries_total", "Saves to the store that were begun again after a failure")
 kv_store_available = _gauge("kv_store_available", "1 while the store is asked, 0 while it does not answer")
 kv_offload_memory_bytes = _gauge(
     "kv_offload_memory_bytes", "Host memory for evicted blocks and states: used and free", "state")

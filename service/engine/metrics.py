@@ -63,12 +63,14 @@ def _offload_counts(tier: HostTier | None) -> tuple[int, int, int, int, int, int
 
 
 def _store_counts(tier: HostTier | None) -> tuple[int, ...]:
-    """Return tokens looked up and found, bytes saved and loaded, and failures by reason, since the start."""
+    """Return tokens looked up and found, bytes saved and loaded, retries, and failures by reason, since the
+    start."""
     store = tier.store if tier is not None else None
     if tier is None or store is None:
-        return (0,) * (4 + len(FAILURES))
+        return (0,) * (5 + len(FAILURES))
     return (store.queries, store.num_loaded * store.block_size, store.num_saved * tier.block_bytes,
-            store.num_loaded * tier.block_bytes, *(store.connector.failures[reason] for reason in FAILURES))
+            store.num_loaded * tier.block_bytes, store.num_retried,
+            *(store.connector.failures[reason] for reason in FAILURES))
 
 
 class EngineMetrics:
@@ -77,7 +79,7 @@ class EngineMetrics:
     def __init__(self, scheduler: Scheduler, history: RequestHistory | None = None):
         self._scheduler = scheduler
         self._history = history or RequestHistory()
-        self._reported: tuple[float, ...] = (0,) * (16 + len(FAILURES) + 2 * len(KINDS) + len(HEAD_STATES))
+        self._reported: tuple[float, ...] = (0,) * (17 + len(FAILURES) + 2 * len(KINDS) + len(HEAD_STATES))
         self._requests = (-1, -1, -1)  # running, waiting and paused, as published
         self._blocks: BlockCounts | None = None  # as published
         self._tokens = 0  # tokens since the last update of the load
@@ -189,7 +191,8 @@ class EngineMetrics:
             metrics.tokens_in_vain_total, metrics.forced_tokens_total, metrics.drafting_seconds_total,
             metrics.kv_offload_queries_total, metrics.kv_offload_hits_total, *OFFLOADED,
             metrics.kv_offload_corrupt_blocks_total, metrics.kv_offload_dropped_blocks_total,
-            metrics.kv_store_queries_total, metrics.kv_store_hits_total, *STORED, *STORE_FAILURES,
+            metrics.kv_store_queries_total, metrics.kv_store_hits_total, *STORED, metrics.kv_store_retries_total,
+            *STORE_FAILURES,
             *DRAFTS.values(), *ACCEPTED_DRAFTS.values(), *HEAD_STEPS.values())
         for (kind, length), rows in drafting.take_lengths().items():
             for _ in range(rows):

@@ -9,22 +9,34 @@ have, or not in time, is computed.
 
 Slots that the store reads or writes are held: no save may overwrite them. At most MAX_HELD_SHARE of the slots are held
 for loads, and `max_saves` for saves. Blocks wait for their early saves until there are fewer. Those that are evicted
-before are not saved to the store. While the store is not asked, as at the start, blocks are saved to host memory alone.
-Those that are still there when it is asked again are saved to it then.
+before reach host memory alone, as all blocks do while the store is not asked, for example at the start. Blocks in host
+memory that the store lacks, also those whose saves failed, wait there and are saved later:
+
+    waiting ──► copying, until the copy from the device is complete ──► sending ──► saved
+       ▲                                                                   │
+       └────────── failed, fewer than MAX_SAVE_TRIES times ◄───────────────┘
+
+After a failure nothing that waits is saved for a pause, which doubles from MIN_RETRY_SECONDS to MAX_RETRY_SECONDS until
+a save succeeds.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from npuserve.service.store.connector import SlotMemory, StoreConnector
+from npuserve.service.store.connector import UNREADABLE, SlotMemory, StoreConnector
 
 MAX_HELD_SHARE = 2
 """Fetches hold at most 1 / MAX_HELD_SHARE of the slots."""
+MAX_SAVE_TRIES = 5
+"""Maximum number of times that the save of a block is tried, calls that were not made included."""
+MIN_RETRY_SECONDS = 1.0
+MAX_RETRY_SECONDS = 60.0
 
 
 class SlotIndex(Protocol):
@@ -54,43 +66,64 @@ class _Fetch:
     is_dropped: bool = False
 
 
+class _Save(NamedTuple):
+    """Save of a block from a slot of host memory, which is held. num_failures: of earlier saves of the block."""
+
+    digest: bytes
+    slot: int
+    num_failures: int
+
+
 class StoreTier:
     """Saves to a store, and fetches from it. Its calls never block.
 
     memory: slots of host memory.
-    max_saves: maximum number of blocks that wait to be saved.
+    max_saves: maximum number of slots that are held for saves.
+    clock: returns the time in seconds.
 
     queries: prompt tokens that were looked up in the store.
     num_saved, num_loaded: blocks that were saved to the store and loaded from it, since the start.
+    num_retried: saves that were begun again after a failure, since the start.
     """
 
-    def __init__(self, connector: StoreConnector, memory: SlotMemory, max_saves: int, block_size: int) -> None:
+    def __init__(
+        self, connector: StoreConnector, memory: SlotMemory, max_saves: int, block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.connector = connector
         self.block_size = block_size
         self.queries = 0
         self.num_saved = 0
         self.num_loaded = 0
+        self.num_retried = 0
         self._memory = memory
         self._max_saves = max_saves
+        self._clock = clock
         self._fetches: dict[int, _Fetch] = {}
         self._fetch_of: dict[bytes, int] = {}
         self._ended: set[int] = set()
-        self._copied: deque[tuple[bytes, int]] = deque()  # blocks whose copies from the device are in progress
-        self._missed: dict[bytes, None] = {}  # blocks that were saved to host memory while the store was not asked
-        self._saves: dict[int, tuple[bytes, int]] = {}  # by call, the blocks that the connector saves
+        self._waiting: dict[bytes, int] = {}  # blocks in host memory that the store lacks -> failures of their saves
+        self._copying: deque[_Save] = deque()  # the copies of their blocks from the device are in progress
+        self._sending: dict[int, _Save] = {}  # by call of the connector
+        self._retry_pause = 0.0
+        self._retry_time = 0.0  # what waits is not saved before
 
     @property
     def is_busy(self) -> bool:
         """True if `poll` is needed soon."""
-        return bool(self._fetches or self._ended or self._copied or (self._missed and self.connector.is_available))
+        return bool(self._fetches or self._ended or self._copying or self._can_save_waiting)
+
+    @property
+    def _can_save_waiting(self) -> bool:
+        return bool(self._waiting) and self.connector.is_available and self._clock() >= self._retry_time
 
     @property
     def held_slots(self) -> Iterator[int]:
         """Slots that the store reads or writes, or will."""
         for fetch in self._fetches.values():
             yield from fetch.slots
-        for _, slot in (*self._copied, *self._saves.values()):
-            yield slot
+        for save in (*self._copying, *self._sending.values()):
+            yield save.slot
 
     def fetch_of(self, digest: bytes) -> int | None:
         """Return the fetch in progress that may bring a block."""
@@ -110,50 +143,74 @@ class StoreTier:
         """Return how many of `count` further blocks `save` takes; all of them while the store is not asked."""
         if not self.connector.is_available:
             return count
-        return max(0, min(count, self._max_saves - len(self._copied) - len(self._saves)))
+        return max(0, min(count, self._max_saves - len(self._copying) - len(self._sending)))
 
     def save(self, index: SlotIndex, digest: bytes, slot: int) -> None:
         """Save a block, which a step copies to a slot of host memory."""
         if not self.connector.is_available:
-            self._missed[digest] = None
+            self._waiting[digest] = 0
             return
         if not self.limit_saves(1):
             self.connector.failures["dropped"] += 1
+            self._waiting[digest] = 1
             return
-        index.hold([slot])
-        self._copied.append((digest, slot))
+        self._begin_save(index, _Save(digest, slot, 0))
+
+    def _begin_save(self, index: SlotIndex, save: _Save) -> None:
+        index.hold([save.slot])
+        self._copying.append(save)
 
     def poll(self, index: SlotIndex) -> None:
         """Take in the results of the connector, and pass it the blocks that can be saved now."""
-        self._save_missed(index)
-        while self._copied and self._memory.is_saved(self._copied[0][1]):
-            digest, slot = self._copied.popleft()
+        self._save_waiting(index)
+        while self._copying and self._memory.is_saved(self._copying[0].slot):
+            save = self._copying.popleft()
             call = index.next_id()
-            if self.connector.save(call, digest, slot):
-                self._saves[call] = digest, slot
+            if self.connector.save(call, save.digest, save.slot):
+                self._sending[call] = save
+                continue
+            if self.connector.is_available:
+                self._fail(save)
             else:
-                index.release(digest, slot)
+                self._waiting[save.digest] = save.num_failures
+            index.release(save.digest, save.slot)
         for call, count in self.connector.take_results():
-            if call in self._saves:
-                self.num_saved += count
-                index.release(*self._saves.pop(call))
+            if call in self._sending:
+                self._end_save(index, self._sending.pop(call), count)
             elif self._fetches[call].slots:
                 self._end_load(index, call, count)
             elif not self._begin_load(index, call, count):
                 self._end(call)
 
-    def _save_missed(self, index: SlotIndex) -> None:
-        """Begin to save blocks that the store missed: those that were saved last, the first ones of a prefix, first."""
-        while self._missed and self.connector.is_available and self.limit_saves(1):
-            digest, _ = self._missed.popitem()
+    def _save_waiting(self, index: SlotIndex) -> None:
+        """Begin to save blocks that wait: those that were added last, the first ones of a prefix, first."""
+        while self._can_save_waiting and self.limit_saves(1):
+            digest, num_failures = self._waiting.popitem()
             slot = index.slot_of(digest)
-            if slot is not None:
-                index.hold([slot])
-                self._copied.append((digest, slot))
+            if slot is not None:  # host memory has the block still
+                self.num_retried += num_failures > 0
+                self._begin_save(index, _Save(digest, slot, num_failures))
+
+    def _end_save(self, index: SlotIndex, save: _Save, count: int) -> None:
+        if count > 0:
+            self.num_saved += count
+            self._retry_pause = 0.0
+        elif count != UNREADABLE:
+            self._fail(save)
+        index.release(save.digest, save.slot)
+
+    def _fail(self, save: _Save) -> None:
+        """Begin a pause, and let the block of a failed save wait unless that was its last try."""
+        now = self._clock()
+        if now >= self._retry_time:  # failures during a pause do not extend it
+            self._retry_pause = min(max(2 * self._retry_pause, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+            self._retry_time = now + self._retry_pause
+        if save.num_failures + 1 < MAX_SAVE_TRIES:
+            self._waiting[save.digest] = save.num_failures + 1
 
     def forget(self, digest: bytes) -> None:
         """Note that host memory has forgotten a block."""
-        self._missed.pop(digest, None)
+        self._waiting.pop(digest, None)
 
     def _begin_load(self, index: SlotIndex, call: int, count: int) -> bool:
         """Load the blocks that the store has. Return False if there are none, or no slots for them."""
@@ -200,6 +257,7 @@ class StoreTier:
         """Remove the model's blocks from the store. What fetches bring is dropped."""
         for fetch in self._fetches.values():
             fetch.is_dropped = True
-        while self._copied:
-            index.release(*self._copied.popleft())
+        while self._copying:
+            save = self._copying.popleft()
+            index.release(save.digest, save.slot)
         self.connector.clear()

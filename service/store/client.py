@@ -26,7 +26,7 @@ import msgspec
 from npuserve.service import logs
 from npuserve.service.processes.sandbox import KEPT_VARIABLES
 from npuserve.service.store import messages
-from npuserve.service.store.connector import SlotMemory, StoreResult
+from npuserve.service.store.connector import UNREADABLE, SlotMemory, StoreResult
 from npuserve.service.store.messages import Call, Clear, Connect, Load, Lookup, Save, Start
 
 log = logging.getLogger("npuserve.service.store.client")
@@ -235,7 +235,7 @@ class StoreClient:
         block = self._memory.read(waiting.slots[0])
         if block is None:
             self.failures["corrupt"] += 1
-            return 0
+            return UNREADABLE
         self._send(waiting.call, deadline)
         self._send_bytes(block, deadline)
         return int(self._check(self._receive(1, deadline)))

@@ -12,11 +12,15 @@ class StoreResult(NamedTuple):
 
     call: id of the call.
     num_blocks: of a lookup the number of the first blocks that the store has; of a load the number of the first blocks
-        that are in their slots; of a save 1 if the store has the block.
+        that are in their slots; of a save 1 if the store has the block, 0 if it may be tried again, or UNREADABLE.
     """
 
     call: int
     num_blocks: int
+
+
+UNREADABLE = -1
+"""Result of a save of a slot whose checksum differs: the block cannot be saved."""
 
 
 class StoreConnector(Protocol):

@@ -164,6 +164,7 @@ def test_full_store_is_counted(master: Master, secret: Path) -> None:
         wait_for_store(server)
         expected = answer(server, prompt_of(0), bypass_prefix_cache=True)[0]
         until(lambda: failures(server, "full") >= 1, server)
+        until(lambda: server.metric("npuserve_kv_store_retries_total") >= 1, server)
         assert answer(server, prompt_of(0))[0] == expected
         assert server.metric("npuserve_kv_store_available") == 1
         assert not bytes_of(server, "save")

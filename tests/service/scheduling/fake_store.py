@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from npuserve.service.store.connector import StoreResult
+from npuserve.service.store.connector import UNREADABLE, StoreResult
 from tests.service.scheduling.reference import FakeDevice
 
 GARBAGE = ["half a block"]
@@ -102,7 +102,9 @@ class FakeStore:
         if call.kind == "save":
             assert host[call.slots[0]] is call.content, "a slot changed while it was saved"
             content = self._memory.read(call.slots[0])
-            count = self.fault("save", content is not None)
+            if content is None:
+                return UNREADABLE
+            count = self.fault("save", 1)
             if count:
                 self.contents[call.digests[0]] = content
             return count

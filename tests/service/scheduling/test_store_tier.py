@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npuserve.service.scheduling.sequence import Sequence, State
+from npuserve.service.scheduling.store_tier import MAX_RETRY_SECONDS, MAX_SAVE_TRIES, MIN_RETRY_SECONDS
 from npuserve.service.store.setup import max_saves
 from tests.service.scheduling.fake_store import FakeStore
 from tests.service.scheduling.stepwise import SchedulerHarness
@@ -28,6 +30,12 @@ def store_of(harness: SchedulerHarness) -> FakeStore:
 def idle(harness: SchedulerHarness) -> None:
     """Let saves end."""
     for _ in range(40):
+        harness.tick()
+
+
+def wait(harness: SchedulerHarness, seconds: float) -> None:
+    end = harness.now + seconds
+    while harness.now < end:
         harness.tick()
 
 
@@ -166,7 +174,100 @@ def test_blocks_are_saved_once_the_store_is_asked(is_flushed: bool) -> None:
     store_of(harness).is_available = True
     idle(harness)
     assert len(contents) == (0 if is_flushed else 6)
+    assert harness.tier
+    assert harness.tier.store
+    assert harness.tier.store.num_retried == 0
     assert not harness.scheduler.loads.has_loads
+    harness.scheduler.check_integrity()
+
+
+def test_failed_save_is_tried_again_while_host_memory_has_the_block() -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents)
+    store_of(harness).fault = lambda kind, count: 0
+    answer(harness, ids(1))
+    begin = harness.now
+    assert harness.tier
+    tier = harness.tier.store
+    assert tier
+    while not tier.num_retried and harness.now < begin + 2 * MIN_RETRY_SECONDS:
+        harness.tick()
+    assert tier.num_retried
+    assert harness.now - begin > MIN_RETRY_SECONDS / 2, "tried again at once"
+    store_of(harness).fault = lambda kind, count: count
+    wait(harness, 3)
+    assert (len(contents), tier.num_saved) == (6, 6)
+    assert tier.num_retried >= 6
+    assert not harness.scheduler.loads.has_loads
+    second = harness_of(contents)
+    assert answer(second, ids(1)).cached_tokens == 10
+
+
+def test_save_that_always_fails_is_given_up_after_longer_and_longer_pauses() -> None:
+    harness = harness_of({})
+    times: list[float] = []
+
+    def fail(kind: str, count: int) -> int:
+        if kind == "save":
+            times.append(harness.now)
+        return 0
+
+    store_of(harness).fault = fail
+    answer(harness, ids(1))
+    wait(harness, 120)
+    assert len(times) == 6 * MAX_SAVE_TRIES
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times) if later - earlier > 0.5]
+    assert pauses == sorted(pauses)
+    assert pauses[0] == pytest.approx(1, abs=0.3)
+    assert pauses[3] == pytest.approx(8, abs=0.3)
+    assert harness.tier
+    assert harness.tier.store
+    assert harness.tier.store.num_retried == 6 * (MAX_SAVE_TRIES - 1)
+    assert not harness.scheduler.loads.has_loads
+    harness.scheduler.check_integrity()
+
+
+def test_pauses_after_failed_saves_begin_anew_after_a_success() -> None:
+    harness = harness_of({})
+    answer(harness, ids(0))
+    for seed in (1, 2):
+        failures: list[float] = []
+
+        def fail_twice(kind: str, count: int, failures: list[float] = failures) -> int:
+            if kind != "save" or (failures and harness.now - failures[0] > 2):
+                return count
+            failures.append(harness.now)
+            return 0
+
+        store_of(harness).fault = fail_twice
+        answer(harness, ids(seed))
+        wait(harness, 8)
+        pauses = [later - earlier for earlier, later in itertools.pairwise(failures) if later - earlier > 0.5]
+        assert pauses == [pytest.approx(1, abs=0.3)]
+
+
+def test_save_is_not_tried_again_after_a_flush_or_of_a_corrupt_block() -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents)
+    store_of(harness).polls = 8
+    assert harness.tier
+    assert harness.tier.store
+    answer(harness, ids(1))
+    harness.tick()
+    corrupt = set(harness.tier.store.held_slots)
+    assert corrupt
+    harness.device.corrupt.update(corrupt)
+    wait(harness, 3)
+    assert len(contents) == 6 - len(corrupt)
+    assert harness.tier.store.num_retried == 0
+    harness.device.corrupt.clear()
+    store_of(harness).fault = lambda kind, count: 0
+    answer(harness, ids(2))
+    harness.tick()
+    assert list(harness.tier.store.held_slots)
+    harness.scheduler.memory.flush_prefix_cache()
+    wait(harness, 3)
+    assert harness.tier.store.num_retried == 0
     harness.scheduler.check_integrity()
 
 
@@ -222,6 +323,22 @@ def test_blocks_that_are_evicted_before_the_store_takes_them_are_dropped_and_cou
     assert store_of(harness).failures["dropped"] >= 4
     for sequence in sequences:
         harness.check_answer(sequence)
+
+
+def test_dropped_save_is_made_later_while_host_memory_has_the_block() -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents, num_blocks=8)
+    assert harness.tier
+    assert harness.tier.store
+    harness.tier.store._max_saves = 2
+    store_of(harness).polls = 20
+    for seed in range(4):
+        harness.add(ids(seed), 2)
+    harness.finish()
+    assert store_of(harness).failures["dropped"]
+    wait(harness, 10)
+    assert len(contents) == 4 * 6
+    assert harness.tier.store.num_retried == store_of(harness).failures["dropped"]
 
 
 def test_fetch_keeps_the_blocks_before_it_in_host_memory() -> None:
@@ -305,7 +422,9 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
             harness.tick()
     for harness in harnesses:
         harness.finish()
+        store_of(harness).fault = lambda kind, count: count
         for _ in range(10):  # with one slot of host memory, blocks are saved one after another
+            harness.now += MAX_RETRY_SECONDS
             idle(harness)
         harness.scheduler.check_integrity()
         assert harness.tier

@@ -15,7 +15,7 @@ import pytest
 
 from npuserve.service.store import client as client_module
 from npuserve.service.store.client import LOAD_SHARE, MAX_ASKS, MAX_FAILURES, StoreClient
-from npuserve.service.store.connector import StoreResult
+from npuserve.service.store.connector import UNREADABLE, StoreResult
 from npuserve.service.store.messages import Call, Load, Start
 from tests.support.processes import until
 
@@ -163,7 +163,7 @@ def test_changed_value_is_corrupt(shared: Shared, change: Callable[[bytes], byte
 def test_block_with_a_wrong_checksum_is_not_saved(shared: Shared) -> None:
     client, memory = shared.connected()
     memory.slots[0][5] ^= 1
-    assert result(client, client.save, DIGESTS[0], 0) == 0
+    assert result(client, client.save, DIGESTS[0], 0) == UNREADABLE
     assert client.failures == {"corrupt": 1}
     assert not shared.files()
 
