@@ -306,6 +306,7 @@ class Speculator:
         elif self.head is not None:
             cost = self.head.trial_cost()
             if cost is not None and (self._balance or 0.0) >= min(cost, MAX_BALANCE_STEPS * baseline):
+                self.costs.forget_few()
                 self.head.begin_trial()
         self.drafts_of_head = choice.has_head
         self.expected_ratio += RATIO_WEIGHT * (choice.ratio - self.expected_ratio)

@@ -27,6 +27,8 @@ _MAX_DISTURBANCE = 3.0
 """Seconds of a step, relative to what others suggest, beyond which it counts at once: no other process explains it."""
 _MIN_SECONDS = 1e-9
 """Least seconds of a head: a clock may show none."""
+_KEPT_SAMPLES = 8
+"""Steps of an average that `forget_few` keeps."""
 _MIN_SAMPLES = 3
 """Steps after which an average is used as the time of overlapped steps."""
 
@@ -105,6 +107,13 @@ class StepCosts:
             of_token = self.mixed_token_seconds + _WEIGHT * (of_token - self.mixed_token_seconds)
         self.mixed_token_seconds = of_token
 
+    def forget_few(self) -> None:
+        """Forget averages of few steps that wait. They may all have been disturbed or cold, and are then so dear that
+        no step measures them again."""
+        self._waiting = {tokens: average for tokens, average in self._waiting.items()
+                         if average.samples >= _KEPT_SAMPLES}
+        self._curve = None
+
     def overlapped_seconds(self, rows: int) -> float | None:
         """Return the seconds of an overlapped step; None until some of as many rows were measured."""
         average = self._overlapped.get(_rounded(rows))
@@ -134,12 +143,15 @@ class StepCosts:
         Steps that wait take no less than overlapped ones, which stand for missing ones. Averages that are not known
         count where they are less than what others suggest, or much more.
         """
-        points = {tokens: average.seconds for tokens, average in self._overlapped.items()}
-        few: dict[int, float] = {}
+        overlapped = {tokens: average.seconds for tokens, average in self._overlapped.items()}
+        points = {tokens: overlapped[tokens] for tokens, average in self._overlapped.items() if average.is_known}
+        points = points or overlapped
+        few = {tokens: seconds for tokens, seconds in overlapped.items() if tokens not in points}
         for tokens, average in self._waiting.items():
-            seconds = max(average.seconds, points.get(tokens, 0.0))
+            seconds = max(average.seconds, overlapped.get(tokens, 0.0))
             if average.is_known or not points:
                 points[tokens] = seconds
+                few.pop(tokens, None)
             else:
                 few[tokens] = seconds
         estimates = _curve(points, last)
