@@ -16,8 +16,7 @@ memory that the store lacks, also those whose saves failed, wait there and are s
        ▲                                                                   │
        └────────── failed, fewer than MAX_SAVE_TRIES times ◄───────────────┘
 
-After a failure nothing that waits is saved for a pause, which doubles from MIN_RETRY_SECONDS to MAX_RETRY_SECONDS until
-a save succeeds.
+After a failure nothing that waits is saved for a pause, which doubles (`longer_pause`) until a save succeeds.
 """
 
 from __future__ import annotations
@@ -29,14 +28,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from npuserve.service.store.connector import UNREADABLE, SlotMemory, StoreConnector
+from npuserve.service.store.connector import UNREADABLE, SlotMemory, StoreConnector, longer_pause
 
 MAX_HELD_SHARE = 2
 """Fetches hold at most 1 / MAX_HELD_SHARE of the slots."""
 MAX_SAVE_TRIES = 5
 """Maximum number of times that the save of a block is tried, calls that were not made included."""
-MIN_RETRY_SECONDS = 1.0
-MAX_RETRY_SECONDS = 60.0
 
 
 class SlotIndex(Protocol):
@@ -203,7 +200,7 @@ class StoreTier:
         """Begin a pause, and let the block of a failed save wait unless that was its last try."""
         now = self._clock()
         if now >= self._retry_time:  # failures during a pause do not extend it
-            self._retry_pause = min(max(2 * self._retry_pause, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
+            self._retry_pause = longer_pause(self._retry_pause)
             self._retry_time = now + self._retry_pause
         if save.num_failures + 1 < MAX_SAVE_TRIES:
             self._waiting[save.digest] = save.num_failures + 1

@@ -144,8 +144,8 @@ class StepCosts:
         count where they are less than what others suggest, or much more.
         """
         overlapped = {tokens: average.seconds for tokens, average in self._overlapped.items()}
-        points = {tokens: overlapped[tokens] for tokens, average in self._overlapped.items() if average.is_known}
-        points = points or overlapped
+        known = {tokens: overlapped[tokens] for tokens, average in self._overlapped.items() if average.is_known}
+        points = dict(known or overlapped)
         few = {tokens: seconds for tokens, seconds in overlapped.items() if tokens not in points}
         for tokens, average in self._waiting.items():
             seconds = max(average.seconds, overlapped.get(tokens, 0.0))

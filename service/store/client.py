@@ -5,7 +5,7 @@ call has a time limit from the moment it is queued. A call that waits for half o
 if a call takes longer.
 
 Circuit breaker: after MAX_FAILURES failures in a row, or one kill, the store is not asked. The process is started again
-after a pause, which doubles from MIN_PAUSE_SECONDS to MAX_PAUSE_SECONDS until a call succeeds.
+after a pause, which doubles (`longer_pause`) until a call succeeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 from npuserve.service import logs
 from npuserve.service.processes.sandbox import KEPT_VARIABLES
 from npuserve.service.store import messages
-from npuserve.service.store.connector import UNREADABLE, SlotMemory, StoreResult
+from npuserve.service.store.connector import UNREADABLE, SlotMemory, StoreResult, longer_pause
 from npuserve.service.store.messages import Call, Clear, Connect, Load, Lookup, Save, Start
 
 log = logging.getLogger("npuserve.service.store.client")
@@ -37,8 +37,6 @@ TUNING_PREFIX = "MC_"
 MAX_ASKS = 64
 """Maximum number of lookups and loads that wait."""
 MAX_FAILURES = 3
-MIN_PAUSE_SECONDS = 1.0
-MAX_PAUSE_SECONDS = 60.0
 IDENTITY_SECONDS = 3600.0
 """Maximum time to read the files of the model."""
 CONNECT_SECONDS = 10.0
@@ -302,7 +300,7 @@ class StoreClient:
             self._drop_all()
         self._stop()
         self._num_failures = 0
-        self._pause = min(max(2 * self._pause, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
+        self._pause = longer_pause(self._pause)
         logs.event(log, "the store of prefixes does not answer; prompts are computed", level=logging.WARNING,
                    address=self._start.address, retry_seconds=self._pause)
 

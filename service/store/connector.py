@@ -22,6 +22,14 @@ class StoreResult(NamedTuple):
 UNREADABLE = -1
 """Result of a save of a slot whose checksum differs: the block cannot be saved."""
 
+MIN_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 60.0
+
+
+def longer_pause(seconds: float) -> float:
+    """Return the pause after a failure, whose predecessor was `seconds`; 0 if the call before succeeded."""
+    return min(max(2 * seconds, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
+
 
 class StoreConnector(Protocol):
     """Store of blocks by their digests. Each call that returns True has one result, within a bounded time.

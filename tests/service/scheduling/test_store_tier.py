@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from npuserve.service.scheduling.sequence import Sequence, State
-from npuserve.service.scheduling.store_tier import MAX_RETRY_SECONDS, MAX_SAVE_TRIES, MIN_RETRY_SECONDS
+from npuserve.service.scheduling.store_tier import MAX_SAVE_TRIES
+from npuserve.service.store.connector import MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS
 from npuserve.service.store.setup import max_saves
 from tests.service.scheduling.fake_store import FakeStore
 from tests.service.scheduling.stepwise import SchedulerHarness
@@ -190,10 +191,10 @@ def test_failed_save_is_tried_again_while_host_memory_has_the_block() -> None:
     assert harness.tier
     tier = harness.tier.store
     assert tier
-    while not tier.num_retried and harness.now < begin + 2 * MIN_RETRY_SECONDS:
+    while not tier.num_retried and harness.now < begin + 2 * MIN_PAUSE_SECONDS:
         harness.tick()
     assert tier.num_retried
-    assert harness.now - begin > MIN_RETRY_SECONDS / 2, "tried again at once"
+    assert harness.now - begin > MIN_PAUSE_SECONDS / 2, "tried again at once"
     store_of(harness).fault = lambda kind, count: count
     wait(harness, 3)
     assert (len(contents), tier.num_saved) == (6, 6)
@@ -425,7 +426,7 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
         harness.finish()
         store_of(harness).fault = lambda kind, count: count
         for _ in range(10):  # with one slot of host memory, blocks are saved one after another
-            harness.now += MAX_RETRY_SECONDS
+            harness.now += MAX_PAUSE_SECONDS
             idle(harness)
         harness.scheduler.check_integrity()
         assert harness.tier

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from npuserve.service.store import client as client_module
+from npuserve.service.store import connector
 from npuserve.service.store.client import LOAD_SHARE, MAX_ASKS, MAX_FAILURES, StoreClient
 from npuserve.service.store.connector import UNREADABLE, StoreResult
 from npuserve.service.store.messages import Call, Load, Start
@@ -79,7 +79,7 @@ class Shared:
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shared]:
-    monkeypatch.setattr(client_module, "MIN_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(connector, "MIN_PAUSE_SECONDS", 0.1)
     shared = Shared(tmp_path)
     with shared.stack:
         yield shared
