@@ -1,9 +1,9 @@
-"""Selection of tests: by default a choice for every change, with `pytest --slow` slow tests too, with `--full` all.
+"""Selection of tests: by default a choice in two minutes, with `pytest --slow` one for every change, with `--full` all.
 
-By default a test function with two or more parameters runs a pairwise choice of its cases: every pair of values of two
-parameters occurs in one of them. Most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Of a test
-marked `each_value` fewer cases run: every value of each parameter occurs in one of them. Tests and cases marked `full`
-do not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line runs all its cases.
+Of a test function with two or more parameters a choice of the cases runs. By default every value of each parameter
+occurs in one of them. With `--slow` every pair of values of two parameters does, since most defects need at most two
+values at once (Kuhn, Wallace and Gallo 2004), unless the test is marked `each_value`. Tests and cases marked `full` do
+not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line runs all its cases.
 `.ci/run` runs tests with `--slow`.
 
 Tests of whole servers (tests/e2e) take most of the time. Without `--slow` only the smoke test of that folder runs,
@@ -55,7 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen: set[pytest.Item] = set()
     for (_, function), group in groups.items():
         if function not in named:
-            chosen.update(pairwise([item for item in group if not any(map(item.get_closest_marker, left_out))]))
+            cases = [item for item in group if not any(map(item.get_closest_marker, left_out))]
+            pairs = config.getoption("--slow") and not any(item.get_closest_marker("each_value") for item in cases)
+            chosen.update(covering(cases, 2 if pairs else 1))
     if not config.getoption("--slow"):
         chosen -= set(repeated_skips(item for item in items if item in chosen))
     chosen.update(item for item in items if item.name in named or _function(item) in named)
@@ -64,26 +66,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item in chosen]
 
 
-def pairwise(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return a subset of one test's cases, in their order, that contains every pair of values of the full set.
+def covering(items: list[pytest.Item], size: int) -> list[pytest.Item]:
+    """Return a subset of one test's cases, in their order, that contains every value, or pair of values, of all cases.
 
-    For a test marked `each_value`: every value.
+    size: 1 for values, 2 for pairs.
     """
-    pairs = {item: _pairs(item) for item in items}
-    missing = set().union(*pairs.values())
+    sets = {item: _values(item, size) for item in items}
+    missing = set().union(*sets.values())
     if not missing:
         return items
     chosen = set()
     while missing:
-        # The first case with most missing pairs. No case has more than it had in an earlier round.
+        # The first case with most missing values. No case has more than it had in an earlier round.
         best, most = items[0], 0
         for item in items:
-            if len(pairs[item]) > most:
-                pairs[item] &= missing
-                if len(pairs[item]) > most:
-                    best, most = item, len(pairs[item])
+            if len(sets[item]) > most:
+                sets[item] &= missing
+                if len(sets[item]) > most:
+                    best, most = item, len(sets[item])
         chosen.add(best)
-        missing -= pairs[best]
+        missing -= sets[best]
     return [item for item in items if item in chosen]
 
 
@@ -105,8 +107,7 @@ def _function(item: pytest.Item) -> str:
     return getattr(item, "originalname", item.name)
 
 
-def _pairs(item: pytest.Item) -> set[Values]:
+def _values(item: pytest.Item, size: int) -> set[Values]:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     # Equal values of a test's cases are the same objects.
-    size = 1 if item.get_closest_marker("each_value") else 2
     return set(combinations(((name, id(params[name])) for name in sorted(params)), size))

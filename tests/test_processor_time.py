@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 BUSY = """
@@ -18,6 +20,7 @@ def test_child():
 """
 
 
+@pytest.mark.slow
 def test_processor_time_counts_children_by_file(tmp_path: Path) -> None:
     (tmp_path / "test_busy.py").write_text(BUSY)
     (tmp_path / "test_idle.py").write_text("def test_idle(): pass\n")

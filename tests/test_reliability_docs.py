@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 from npuserve.service.processes import child
 from npuserve.service.supervisor import supervisor
 from npuserve.service.supervisor.supervisor import Restarts
@@ -19,6 +21,7 @@ def functions(file: str) -> set[str]:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
 
 
+@pytest.mark.slow
 def test_reliability_tests_exist() -> None:
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)
     assert len(named) > 30

@@ -52,6 +52,7 @@ def test_checkpoint_has_the_published_size(roofline: ModuleType) -> None:
     assert 2 * ModelConfig.from_dict(roofline.QWEN3_14B).num_parameters == pytest.approx(29.5e9, rel=0.002)
 
 
+@pytest.mark.slow
 def test_every_kernel_of_the_decoder_is_in_the_table(roofline: ModuleType, page: str) -> None:
     c = ModelConfig.from_dict(roofline.QWEN3_14B)
     for kernel, calls in roofline.decode(c, 1, 1024, False).costs.items():
@@ -77,6 +78,7 @@ def test_designs_of_captures_have_graphs_of_default_buckets(roofline: ModuleType
         "D": 4 * decode + chunks, "E": 8 * decode + chunks}
 
 
+@pytest.mark.slow
 def test_page_is_up_to_date(roofline: ModuleType, page: str) -> None:
     assert roofline.PAGE.read_text() == page, "run python bench/kernels/roofline.py --write"
 

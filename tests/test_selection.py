@@ -73,8 +73,14 @@ def cases(folder: Path, *arguments: str, tests: str = TESTS) -> list[str]:
     return found
 
 
-def test_every_pair_of_values_is_in_a_case(tmp_path: Path) -> None:
-    names = cases(tmp_path)
+def test_every_value_is_in_a_case(tmp_path: Path) -> None:
+    three = [tuple(map(int, name[11:-1].split("-"))) for name in cases(tmp_path) if name.startswith("test_three")]
+    assert [sorted(set(column)) for column in zip(*three, strict=True)] == [[0, 1, 2, 3], [0, 1, 2], [0, 1]]
+    assert len(three) == 4
+
+
+def test_every_pair_of_values_is_in_a_case_for_every_change(tmp_path: Path) -> None:
+    names = cases(tmp_path, "--slow", "FILE")
     three = [tuple(map(int, name[11:-1].split("-"))) for name in names if name.startswith("test_three")]
     assert 12 <= len(three) < 24
     for i, j in (0, 1), (0, 2), (1, 2):

@@ -7,6 +7,7 @@ import pytest
 from tests.support.benches import bench
 
 
+@pytest.mark.slow
 def test_random_constraints_are_compiled_or_refused_and_answers_are_valid():
     counts, failures, _ = bench("quality.grammar_fuzz").run(cases=150, seed=11, seconds=60)
     assert failures == []

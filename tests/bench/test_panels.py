@@ -12,6 +12,7 @@ from tests.support.benches import bench
 TIMES = [100.0 + second for second in range(20)]
 
 
+@pytest.mark.slow
 def test_draw_writes_a_picture_of_each_kind_of_panel(tmp_path: Path) -> None:
     """Lines, stacks of values and of shares, and a heatmap of cumulative buckets; an odd number of panels."""
     pytest.importorskip("matplotlib")
@@ -60,6 +61,7 @@ def test_first_row_shows_units_and_colors_as_grafana_does(monkeypatch: pytest.Mo
     assert sum(stat.width for stat in row.values()) == 24
 
 
+@pytest.mark.slow
 def test_draw_first_rows_writes_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     panels = bench("reliability.panels")

@@ -40,6 +40,7 @@ def dense(folder: Path) -> Path:
     return saved(random_model("qwen3", max_position_embeddings=256), folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dense", "hybrid", "nested hybrid"])
 def test_compare_in_float32_requires_equal_tokens(tmp_path: Path, capsys: Capture, kind: str) -> None:
     if kind == "dense":

@@ -102,6 +102,7 @@ UNTRUSTED = ("the server's certificate is not valid: unable to get local issuer 
 METRICS = "this is the port of npuserve's metrics; gRPC has another, 50051 by default"
 
 
+@pytest.mark.slow
 @needs_openssl
 @pytest.mark.parametrize(("port", "trusted", "sentence"), [
     ("tls", "stranger", UNTRUSTED),
@@ -125,6 +126,7 @@ def test_generate_without_a_connection_names_the_protocol(ports: Ports, port: st
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"npuserve: {target}: {sentence}\n")
 
 
+@pytest.mark.slow
 @needs_openssl
 def test_generate_unusable_file_is_named(ports: Ports, tmp_path: Path) -> None:
     ca, own, other = ports.authority.cert, ports.authority.issue("own"), ports.authority.issue("other")
@@ -142,6 +144,7 @@ def test_generate_unusable_file_is_named(ports: Ports, tmp_path: Path) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (1, "", f"npuserve: {sentence}\n")
 
 
+@pytest.mark.slow
 @needs_openssl
 def test_generate_wait_without_a_connection_names_the_cause(ports: Ports) -> None:
     target = f"127.0.0.1:{ports.by_name['tls']}"
@@ -150,6 +153,7 @@ def test_generate_wait_without_a_connection_names_the_cause(ports: Ports) -> Non
     assert done.stderr == f"npuserve: {target}: {UNTRUSTED}; not ready within 0.5 s\n"
 
 
+@pytest.mark.slow
 @needs_openssl
 def test_top_at_a_grpc_port_names_the_protocol(ports: Ports) -> None:
     for port, spoken in (("plain", "gRPC"), ("tls", "TLS, which the metrics page never does")):
@@ -160,6 +164,7 @@ def test_top_at_a_grpc_port_names_the_protocol(ports: Ports) -> None:
                                "give the metrics port, which is 9090 by default\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "127..0.0.1"])
 def test_generate_at_an_unknown_host_names_it(host: str) -> None:
     done = npuserve("generate", "x", "--target", f"{host}:50051")

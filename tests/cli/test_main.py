@@ -80,6 +80,7 @@ def test_npuserve_without_a_command_prints_help(command: str) -> None:
     assert done.stdout.startswith(f"usage: npuserve{' ' * bool(command)}{command} [-h]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "sentence"), [
     ("serve --max-num-seq=4", "npuserve serve: unrecognized arguments: --max-num-seq=4; did you mean --max-num-seqs?; "
      "see npuserve serve --help\n"),
@@ -93,6 +94,7 @@ def test_unknown_flag_suggests_a_similar_flag(arguments: str, sentence: str) -> 
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "hint"), [
     ("NPUSERVE_BANANA", "docs/configuration.md lists them"),
     ("NPUSERVE_METRIC_PORT", "did you mean NPUSERVE_METRICS_PORT?"),
@@ -102,6 +104,7 @@ def test_unknown_variable_suggests_only_a_similar_variable(name: str, hint: str)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"npuserve: {name}: no such setting; {hint}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("generate",), ("demo",), ("serve",), ("generate", "x", "--stop")])
 def test_argument_not_utf8_is_refused(arguments: tuple[str, ...]) -> None:
     done = npuserve(*arguments, b"caf\xe9")
@@ -114,6 +117,7 @@ def test_variable_not_utf8_is_refused() -> None:
     assert done.stderr == "npuserve: model: 'caf\\udce9' is not UTF-8 (from NPUSERVE_MODEL)\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("generate", "a b")])
 def test_output_to_a_full_disk_is_reported(arguments: tuple[str, ...], unbuffered: str) -> None:
@@ -123,6 +127,7 @@ def test_output_to_a_full_disk_is_reported(arguments: tuple[str, ...], unbuffere
     assert (done.returncode, done.stderr) == (1, "npuserve: cannot write the output: No space left on device\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("closed", "arguments", "code", "err"), [
     ("0<&-", "generate - --target {}", 0, "npuserve: the model ended at once; for a chat model use --chat\n"),
     ("0<&-", "chat --target {}", 0, ""),

@@ -25,6 +25,7 @@ from tests.support.models import random_model, saved
 QUICK = ["--samples", "2", "--sample-tokens", "32"]
 
 
+@pytest.mark.slow
 def test_quantize_built_in_model_has_int8_layers(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["quantize", "", str(out), *QUICK]) == 0

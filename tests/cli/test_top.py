@@ -114,6 +114,7 @@ def test_top_once_prints_one_interval(capsys: pytest.CaptureFixture[str]) -> Non
         assert json.loads(capsys.readouterr().out)["generated_tokens"] == 0
 
 
+@pytest.mark.slow
 def test_top_accepts_the_url_that_serve_prints() -> None:
     with answering(200, page(100, 10, 10)) as url:
         for target in (url, url.removesuffix("/metrics"), f"{url.removesuffix('metrics')}"):
@@ -122,6 +123,7 @@ def test_top_accepts_the_url_that_serve_prints() -> None:
             assert f"teller  cpu  npuserve 1.2.3  {url.split('/')[2]}  over" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["localhost", "ftp://host:1/metrics", "http://", "host:port", ""])
 def test_top_invalid_target_is_refused(target: str) -> None:
     done = npuserve("top", "--target", target)

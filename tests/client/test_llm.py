@@ -101,6 +101,7 @@ def test_private_server_refuses_calls_without_its_key(llm: LLM):
     assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("settings", "reason"), [
     ({"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization=0.9; here it is --kv-cache-memory"),
     ({"model": "/no/folder"}, "model: there is no folder /no/folder"),
@@ -116,6 +117,7 @@ def test_setting_that_the_server_refuses_is_a_value_error(settings: dict[str, An
     assert private_servers() == before
 
 
+@pytest.mark.slow
 def test_model_that_cannot_be_loaded_is_a_value_error(tmp_path: Path):
     before = private_servers()
     with pytest.raises(ValueError, match=r"^the private server ended: npuserve: model: .* has no config.json"):
@@ -123,6 +125,7 @@ def test_model_that_cannot_be_loaded_is_a_value_error(tmp_path: Path):
     assert private_servers() == before
 
 
+@pytest.mark.slow
 def test_death_of_the_private_server_ends_calls_with_its_last_messages():
     with LLM(max_model_len=256) as model:
         model._server._lines.append("the last message")
@@ -168,6 +171,7 @@ def test_serve_private_prints_its_address_and_key_once_it_listens():
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 def test_serve_private_with_a_broken_model_exits_with_2_and_one_message(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-m", "npuserve.cli", "serve", "--private", str(tmp_path)], text=True,
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
@@ -178,6 +182,7 @@ def test_serve_private_with_a_broken_model_exits_with_2_and_one_message(tmp_path
     assert messages.splitlines()[-1].startswith("npuserve: model: ")
 
 
+@pytest.mark.slow
 def test_default_parameters_are_those_of_the_model(tmp_path: Path):
     shutil.copytree(BUILT_IN, tmp_path, dirs_exist_ok=True)
     settings = tmp_path / "generation_config.json"
@@ -194,6 +199,7 @@ def test_default_parameters_are_those_of_the_model(tmp_path: Path):
     assert len({output.outputs[0].text for output in sampled}) > 1
 
 
+@pytest.mark.slow
 def test_embed_and_score_equal_the_clients_answers(tmp_path: Path):
     model = random_model("qwen3", vocab_size=768, max_position_embeddings=256, hidden_size=64, num_hidden_layers=2)
     (tmp_path / "embedder").mkdir()

@@ -59,6 +59,7 @@ def test_sbom_of_an_environment_names_packages_licences_and_dependencies(tmp_pat
     assert {"ref": "pkg:pypi/npuserve@0.1.0", "dependsOn": ["pkg:pypi/some-lib@1.5"]} in made["dependencies"]
 
 
+@pytest.mark.slow
 def test_sbom_of_this_environment_has_every_package(tmp_path: Path) -> None:
     from importlib.metadata import distributions, version
 
@@ -83,6 +84,7 @@ def test_sbom_of_a_folder_without_npuserve_is_refused(tmp_path: Path) -> None:
     assert "npuserve is not installed there" in done.stderr
 
 
+@pytest.mark.slow
 def test_sbom_of_a_wheel_is_in_its_record(tmp_path: Path) -> None:
     wheel, info = tmp_path / "npuserve-0.1.0-py3-none-linux_x86_64.whl", "npuserve-0.1.0.dist-info/"
     contents = {LIBRARY: "library", info + "METADATA": "Metadata-Version: 2.4\nName: npuserve\nVersion: 0.1.0\n",

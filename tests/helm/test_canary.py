@@ -58,6 +58,7 @@ def pod(name: str, on_target: float, errors: float, kernel_seconds: float) -> li
         series(name, "kernel_latency_seconds_count", 60, **kernel)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("new", "passed"), [
     ((99.0, 0.0, 0.001), {"goodput", "errors", "kernels"}),
     ((80.0, 0.0, 0.001), {"errors", "kernels"}),

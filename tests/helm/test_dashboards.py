@@ -244,6 +244,7 @@ def test_dashboard_error_panels_count_what_the_alerts_count() -> None:
     assert "DEADLINE_EXCEEDED" not in str(counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", [
     "npuserve_queue_rejections_total", "npuserve_preparation_rejections_total", "npuserve_requests_total"])
 def test_dashboard_refusals_are_those_of_the_alert(metric: str) -> None:

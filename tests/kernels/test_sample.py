@@ -64,6 +64,7 @@ FILTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_sample_against_transformers(serve: Serve, filters: dict[str, Any]) -> None:
     """At evenly spaced numbers each token is drawn as often as its probability says, plus or minus one."""

@@ -22,6 +22,7 @@ from tests.cli.acceptance.running import Capture, accepted, built, part_of
 pytestmark = pytest.mark.usefixtures("small")
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.usefixtures("no_large_cases")
 def test_check_accept_correct_device_passes(folder: Path, capsys: Capture) -> None:
@@ -45,6 +46,7 @@ def test_check_accept_correct_device_passes(folder: Path, capsys: Capture) -> No
     assert steps == {"decode step, batch 1, context 64": None, "decode step, batch 9, context 64": None}
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.usefixtures("no_large_cases")
 def test_check_accept_wrong_kernel_fails_kernels_and_tokens(
@@ -118,6 +120,7 @@ def test_check_accept_json_has_no_infinity(folder: Path, capsys: Capture, monkey
     assert part_of(report, "kernels")["linear"]["figures"] == {"error": "inf", "share": "nan", "cases": 2}
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.usefixtures("no_large_cases")
 def test_findings_failed_step_names_part_and_dtype_and_the_check_continues(
@@ -148,6 +151,7 @@ def test_soak_without_capture_is_reported(folder: Path, capsys: Capture, monkeyp
     assert part_of(report, "soak")["captured steps"]["said"] == "nothing is captured: capture is off"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_large_cases")
 def test_findings_no_bandwidth_skips_latency(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> float:

@@ -33,6 +33,7 @@ def test_latency_samplers_are_timed_and_judged(monkeypatch: pytest.MonkeyPatch) 
     assert not any(x.passed for x in LatencyCheck(False, 0.0, bytes_per_second=1.0).samplers(backend))
 
 
+@pytest.mark.slow
 @built
 def test_latency_kernels_are_compared_with_the_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "KERNELS", {"swiglu": KERNELS["swiglu"]})

@@ -21,6 +21,7 @@ from tests.support.golden_cpu import GoldenCpu
 pytestmark = pytest.mark.usefixtures("small")
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.usefixtures("no_large_cases")
 def test_check_tokens_corrupt_overlap_fails(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +48,7 @@ def test_check_tokens_corrupt_overlap_fails(folder: Path, capsys: Capture, monke
     assert "--no-double-buffering" in found["advice"]
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.usefixtures("no_large_cases")
 def test_check_of_a_hybrid_passes_in_all_parts(
@@ -65,6 +67,7 @@ def test_check_of_a_hybrid_passes_in_all_parts(
     assert {finding["part"] for finding in report["findings"]} >= {"tokens", "sampling", "capture", "contexts"}
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.parametrize("own", [994, 996])
 @pytest.mark.usefixtures("no_large_cases")

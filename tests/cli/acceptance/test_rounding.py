@@ -95,6 +95,7 @@ def compared(
         max(float((a - b).abs().max()) for a, b in zip(device, others, strict=True)) for others in (own, followed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [None, *ISAS])
 def test_followed_reference_has_the_logits_of_a_device_that_multiplies(
     golden: tuple[Model, Backend], folder: Path, isa: str | None
@@ -116,6 +117,7 @@ def test_followed_reference_has_the_logits_of_a_device_that_multiplies(
     assert found.followed < 1e-4 < found.apart
 
 
+@pytest.mark.slow
 def test_rounding_down_is_no_tie(golden: tuple[Model, Backend]) -> None:
     def down(x: Tensor, scheme: Scheme) -> Quantized:
         made = quantize(x, scheme)

@@ -48,6 +48,7 @@ def test_rounding_dtype_of_float8_in_float32_is_bfloat16(dtype: str, inputs: set
     assert rounding_dtype(loaded) == rounding
 
 
+@pytest.mark.slow
 @built
 def test_answers_prompts_are_chunked_and_share_a_prefix(folder: Path) -> None:
     from npuserve.cli.acceptance import reference

@@ -81,6 +81,7 @@ def test_variants_of_experts_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, hy
     assert {f"{W8A8}: beside the CPU, float32", f"{W8A8}: beside the CPU, bfloat16"} <= set(found)
 
 
+@pytest.mark.slow
 def test_mixture_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> None:
     """Its experts differ from the dense MLP, and so do its logits, a little."""
     variants.write_mixture(storyteller.FOLDER, tmp_path / "experts")
@@ -97,6 +98,7 @@ def test_int8_cache_passes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"int8 KV: beside the CPU, float32", "int8 KV: beside the CPU, bfloat16"} <= {x.name for x in found}
 
 
+@pytest.mark.slow
 def test_exception_names_the_variant_and_the_others_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(loaded: Any, *_: Any) -> Iterator[Finding]:
         if loaded.runner.dtype_name == "float32":

@@ -33,6 +33,7 @@ def traced(**options: Any) -> tuple[list[Call], list[Replay]]:
     return [x for x in found if isinstance(x, Call)], [x for x in found if isinstance(x, Replay)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "cache"), [("bfloat16", "auto"), ("float32", "auto"), ("bfloat16", "int8")])
 def test_trace_of_correct_kernels_reports_no_error(dtype: str, cache: str) -> None:
     calls, replays = traced(dtype=dtype, cache=cache)
@@ -83,6 +84,7 @@ def written_twice(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not native.available(), reason="the native kernels are not built")
 @pytest.mark.parametrize(("name", "breaking", "call", "index"), [
     ("linear_swiglu", one_number, 2, 15), ("paged_attention", one_number, 1, 4),

@@ -142,6 +142,7 @@ def check_rows(best: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     assert all((row["share"] is None) == (row["bound"] == "cache") for row in rows)
 
 
+@pytest.mark.slow
 def test_bench_kernels_prints_ceilings_and_shares(capsys: Capture) -> None:
     check_rows(*bench("--kernel", "rms_norm", "linear", "--case", "1x1024", capsys=capsys))
 

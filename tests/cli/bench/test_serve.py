@@ -179,6 +179,7 @@ async def test_load_stop_cancels_and_counts_running_requests(concurrency: int):
     assert bench_report.summary(outcomes, seconds, 3)["requests"]["failed"] == {INTERRUPTED: 2}
 
 
+@pytest.mark.slow
 async def test_load_open_loop_measures_latencies_from_the_due_time():
     """A load generator that stalls for 0.3 s while requests are due reports the stall."""
     stalls = iter([0.3])  # like a process that is not scheduled
@@ -286,6 +287,7 @@ def test_run_plot_writes_an_image(tmp_path: Path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_run_unknown_image_format_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("matplotlib")
     assert bench_serve.run(parsed("--plot", "out.xyz")) == 1

@@ -80,6 +80,7 @@ def test_collect_without_a_device_misses_none_of_its_files(home: Path, capsys: p
             if "ascend" in line["name"].lower()} == {"ascend": "absent"}
 
 
+@pytest.mark.slow
 def test_collect_for_a_device_lists_what_is_missing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = home / "report.tar.gz"
     assert main(["collect", "--output", str(path), "--device", "npu"]) == 0
@@ -103,6 +104,7 @@ def served(folder: Path, **settings: Any) -> None:
     write_description(folder, ServerConfig(**settings), "127.0.0.1:7", "http://127.0.0.1:8/metrics", time.time())
 
 
+@pytest.mark.slow
 def test_collect_describes_the_running_server(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not the defaults of its own command line, and no server that has ended."""
     with private_folder() as folder:
@@ -386,6 +388,7 @@ def test_accept_report_is_an_object_with_a_report(tmp_path: Path, text: str) -> 
     assert (part.data, part.status) == (b"", "failed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["info", "info -m"], ids=["versions", "report"])
 def test_collect_ended_by_sigterm_ends_its_command(home: Path, command: str) -> None:
     program(home / "bin", "npu-smi", f"#!/bin/sh\n[ \"$*\" = '{command}' ] || exit 0\n"

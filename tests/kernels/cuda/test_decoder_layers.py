@@ -61,6 +61,7 @@ def error(tensor: Tensor, exact: Tensor) -> float:
     return float((tensor.double() - exact).norm() / exact.norm())
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     "of", [pytest.param(of, id=of.name, marks=marks)
@@ -88,6 +89,7 @@ def test_any_number_of_blocks_serves(blocks: int, folder: Path) -> None:
     assert error(emulation.run(folder, made(of), blocks), exact) < 0.01
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_rows_of_no_slot_write_nothing(folder: Path) -> None:
     """Padding rows may have the slot -1, or no context."""
@@ -121,6 +123,7 @@ def in_float32(layer: LayerWeights) -> Linear:
     return Linear(layer.o.weight.float(), None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of", "changes"), [
     (case([3, 3, 3]), {}),
     (case([3], (4, 2, 32)), {}),

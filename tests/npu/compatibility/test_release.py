@@ -29,6 +29,7 @@ def test_our_calls_fit_every_version() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_data_contain_only_used_names() -> None:
     used = {use.path.split(".")[0] if use.path.startswith("npu::") else use.path for use in our_uses()}
     for release in RELEASES.values():
@@ -144,6 +145,7 @@ def mutants(use: Use) -> list[Use]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_problems_of_mutated_calls_are_reported(version: str) -> None:
     release = RELEASES[version]

@@ -76,6 +76,7 @@ def end(runner: Runner, asks: list[Ask]) -> None:
     runner.launch(Step([], ended=list(range(len(asks)))))
 
 
+@pytest.mark.slow
 @EACH_BACKEND
 @pytest.mark.parametrize("every", [1, 2])
 def test_constrained_tokens_depend_on_request_alone(load: Any, kind: str, every: int) -> None:

@@ -87,6 +87,7 @@ def test_constrained_tokens_do_not_depend_on_deferred_rows(
     assert mask_seconds or metrics.deferred_rows_total._value.get() > deferred
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_restored", [False, True], ids=["new", "restored"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("mask_seconds", [0.0, math.inf])

@@ -47,6 +47,7 @@ def alone(runner, request: int, chunk: int) -> Answer:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "cache"), [
     pytest.param(None, "auto", id="floats"), pytest.param(None, "int8", id="int8 cache"),
     pytest.param(W8A8(), "auto", id="w8a8"), pytest.param(W8A8(False, False, False, False), "int8", id="zeros"),

@@ -42,6 +42,7 @@ def random_head(model: PreTrainedModel, seed: int) -> EagleHead:
         **draw.choice(({}, {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
 def test_drafts_equal_the_reference(tmp_path: Path, seed: int) -> None:
     """Of each depth, after prompts in chunks, prefix hits, preemptions, and accepted and rejected drafts."""

@@ -154,6 +154,7 @@ def restored(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [
     {}, {"temperature": 0.9, "top_p": 0.9}, {"repetition_penalty": 1.2, "logit_bias": {7: 4.0}}], ids=str)
 def test_host_prefill_tokens_equal_one_device(pair, sampling):
@@ -190,6 +191,7 @@ def test_host_prefill_constrained_tokens_equal_one_device(pair, depth, sampling)
     assert all(result.device_seconds > 0 for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_host_prefill_next_prompt_restores_generated_tokens(pair, monkeypatch, depth):
     seen = []
@@ -208,6 +210,7 @@ def test_host_prefill_next_prompt_restores_generated_tokens(pair, monkeypatch, d
     check_mirror(pair[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8}], ids=str)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_host_prefill_preempted_requests_continue(pair, monkeypatch, depth, sampling):

@@ -44,6 +44,7 @@ def answers(
                  mask_seconds=mask_seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "mask_seconds"), [(1, math.inf), (2, math.inf), (2, 0.0)])
 def test_second_turn_continues_the_constrained_answer(tmp_path: Path, depth: int, mask_seconds: float) -> None:
     """With mask_seconds of 0 rows are deferred: their states are computed again."""

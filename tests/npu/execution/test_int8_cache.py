@@ -45,6 +45,7 @@ def logits(backend: CpuBackend, dtype: torch.dtype, sequences: list[list[int]], 
     return torch.cat(list(forced_logits(model, backend, sequences, 40, cache_dtype=cache)))
 
 
+@pytest.mark.slow
 def test_int8_cache_keeps_argmax_tokens(cpu: CpuBackend, prompts: list[list[int]]) -> None:
     """With an int8 cache at least 97 % of the positions have the same argmax token, and logprobs hardly change."""
     sequences = told(prompts, "auto")

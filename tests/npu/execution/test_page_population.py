@@ -126,6 +126,7 @@ def test_state_store_of_fresh_memory_is_not_written() -> None:
     assert sum(map(mapped_bytes, store.tensors)) < sum(tensor.nbytes for tensor in store.tensors) // 4
 
 
+@pytest.mark.slow
 @needs_pages
 def test_runner_maps_its_cache_after_the_start(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(page_population, "START_BYTES", 16 << 20)

@@ -49,6 +49,7 @@ def _recurrent_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     use_recurrent_rule(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [
     *range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6)),
     *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 20))])
@@ -69,6 +70,7 @@ def test_drafts_equal_transformers(tmp_path: Path, seed: int) -> None:
     assert max(len(drafts) for _, drafts in drafting.drafts) == 1 + seed % 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "stacked"), [
     (2, True), (1, False),
     *(pytest.param(seed, seed % 2 == 0, marks=mark)
@@ -92,6 +94,7 @@ def test_drafts_of_experts_equal_transformers(
     assert_drafts(model, head, drafting.drafts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [40, 12])
 def test_drafts_after_prefix_hits_and_preemptions_equal_transformers(tmp_path: Path, pool: int) -> None:
     """Prompts that share a prefix share the token after its blocks, so the head's keys and values are those of each."""
@@ -129,6 +132,7 @@ def test_head_that_returns_drafts_as_one_that_begins_there(tmp_path: Path) -> No
         assert_drafts(model, head, drafting.drafts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [40, 12])
 def test_drafts_of_a_smaller_model_are_its_own_answers(tmp_path: Path, pool: int) -> None:
     """Also after prefix hits, preemptions, and accepted and rejected drafts."""
@@ -255,6 +259,7 @@ def test_answers_with_a_head_equal_those_without(
     event(f"accepted: {drafting.accepted > 0}, rejected: {drafting.accepted < drafting.drafted}")
 
 
+@pytest.mark.slow
 def test_drafts_of_a_head_are_accepted_and_rejected(served: Served) -> None:
     """The same tokens, of which most are accepted drafts; some drafts are wrong."""
     sampling = SamplingParams(temperature=0.0, logprobs=1)
@@ -306,6 +311,7 @@ def test_answers_with_a_head_that_is_stopped_equal_those_without(
         equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask_seconds", [0.0, math.inf])
 @pytest.mark.parametrize("pool", [4, 64])
 def test_constrained_tokens_do_not_depend_on_a_head(tmp_path: Path, pool: int, mask_seconds: float) -> None:
@@ -324,6 +330,7 @@ def test_constrained_tokens_do_not_depend_on_a_head(tmp_path: Path, pool: int, m
     assert drafting.drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["w8a8", "w8a8 with a head of floats", "quantized here", "int8 cache"])
 def test_head_has_the_form_of_the_checkpoint(tmp_path: Path, form: str) -> None:
     """Drafts are accepted about as often as those of floats, and change no answer."""

@@ -273,6 +273,7 @@ def test_load_runner_unsupported_settings_are_refused(tmp_path):
             load(tmp_path, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [BUILT_IN, *published("stories260K", "stories260K-qwen3", "minimind2-small")])
 def test_runner_real_models_equal_transformers(name: str):
     folder = model_folder(name)

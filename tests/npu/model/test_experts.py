@@ -70,6 +70,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return load(folder, dtype=request.param, max_num_batched_tokens=48)
 
 
+@pytest.mark.slow
 @on_every_batch
 def test_numbers_do_not_depend_on_the_batch(served: Runner, pool: int, seats: int, budget: int, depth: int) -> None:
     """Ids and log-probabilities are the same bits alone, beside others, in chunks, preempted, and with prefix hits."""

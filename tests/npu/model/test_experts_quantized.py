@@ -72,6 +72,7 @@ def far(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).square().mean().sqrt())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_w8a8_is_near_its_weights_in_floats(tmp_path: Path, seed: int) -> None:
     """The inputs' rounding to int8 remains. A checkpoint of ModelSlim with the same numbers gives the same bits."""
@@ -87,6 +88,7 @@ def test_w8a8_is_near_its_weights_in_floats(tmp_path: Path, seed: int) -> None:
     assert torch.equal(prompt_logprobs(folder), ours)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_int4_experts_of_modelslim_are_those_in_int8(tmp_path: Path, seed: int) -> None:
     """The experts of published checkpoints have 4 bits (W4A8_DYNAMIC), the rest 8: the same bits as with the same
@@ -119,6 +121,7 @@ def test_int4_experts_of_modelslim_are_those_in_int8(tmp_path: Path, seed: int) 
     assert taken[0] - taken[1] == (numbers if native.available() else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 2])
 def test_float8_blocks_become_their_floats(tmp_path: Path, seed: int) -> None:
     folder = saved_w8a8(random_mixture(seed), tmp_path / "fp8", FLOAT8_BLOCKS, FLOATS)
@@ -128,6 +131,7 @@ def test_float8_blocks_become_their_floats(tmp_path: Path, seed: int) -> None:
     assert torch.equal(prompt_logprobs(folder), prompt_logprobs(dequantized(folder, tmp_path / "floats")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "symmetric"), [("compressed-tensors", True), ("awq", False), ("gptq", True)])
 @pytest.mark.parametrize("seed", [0, 2])
 def test_int4_equals_its_numbers_in_floats(tmp_path: Path, seed: int, method: str, symmetric: bool) -> None:
@@ -141,6 +145,7 @@ def test_int4_equals_its_numbers_in_floats(tmp_path: Path, seed: int, method: st
         prompt_logprobs(tmp_path / "int4"), prompt_logprobs(floats), atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_quantize_makes_the_same_of_stacked_and_of_single_experts(tmp_path: Path, seed: int) -> None:
     folder = saved(random_mixture(seed), tmp_path / "model")
@@ -160,6 +165,7 @@ def test_quantize_makes_the_same_of_stacked_and_of_single_experts(tmp_path: Path
     assert 1e-4 < far(prompt_logprobs(tmp_path / "w8a8-True"), logprobs) < 0.3
 
 
+@pytest.mark.slow
 def test_quantize_to_int4(tmp_path: Path) -> None:
     folder = saved(random_mixture(0, mlp_only_layers=[], hidden_size=64), tmp_path / "model")
     quantize_checkpoint(folder, tmp_path / "int4", PROMPTS, rounding=Int4Rounding(32))

@@ -110,6 +110,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
             for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("pool", "seats", "budget"), [(64, 8, 48), (64, 3, 5), (9, 8, 16), (8, 2, 1)])
 def test_tokens_equal_plain_torch(
@@ -145,6 +146,7 @@ def test_request_of_a_dead_engine_continues(served: tuple[Runner, Oracle]) -> No
     assert expected[:7] + answer.tokens == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask_seconds", [0.0, 0.0005])
 @pytest.mark.parametrize("pool", [64, 6])
 def test_deferred_rows_advance_no_state_twice(

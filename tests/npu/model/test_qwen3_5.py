@@ -69,6 +69,7 @@ def test_tokens_and_logprobs_equal_transformers(tmp_path: Path, seed: int) -> No
         torch.testing.assert_close(ours, logprobs_of(model, prompt, answer.tokens), atol=3e-4, rtol=0)
 
 
+@pytest.mark.slow
 @on_every_batch
 def test_numbers_do_not_depend_on_the_batch(
     served: tuple[Runner, PreTrainedModel], pool: int, seats: int, budget: int, depth: int
@@ -98,6 +99,7 @@ def conversations(count: int, seed: int) -> list[Ask]:
     return asks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.full)])
 def test_random_requests_under_eviction_pressure_equal_those_without_prefix_cache(
     served: tuple[Runner, PreTrainedModel], count: int
@@ -140,6 +142,7 @@ def test_nested_configuration_is_that_of_the_text_model() -> None:
     assert (nested.rope, nested.context_length) == (plain.rope, plain.context_length)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 24))])
 def test_any_published_configuration_equals_transformers(tmp_path: Path, seed: int) -> None:
     """Old and new keys of rotary embeddings, kinds of layers, ratios of heads, odd sizes, yarn, nested or not."""
@@ -214,6 +217,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
             load_weights(folder, config, torch.float32, CpuBackend())
 
 
+@pytest.mark.slow
 def test_shared_beginnings_and_chats_hit_checkpoints(served: tuple[Runner, PreTrainedModel]) -> None:
     """A system prompt is found from its third use on, and a turn of a chat continues the state of the answer before."""
     runner, model = served
@@ -350,6 +354,7 @@ def rounded(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_quantized_checkpoint_equals_transformers_with_rounded_numbers(tmp_path: Path, calibrated: bool) -> None:
     model = random_hybrid(3)

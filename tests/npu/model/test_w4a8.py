@@ -47,6 +47,7 @@ def test_w4a8_logits_equal_transformers(tmp_path, kind, group, backend):
     assert far(logits(tmp_path, backend), oracles(loaded(tmp_path))) < FLIPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "calibrated"), [("qwen3", False), ("qwen2", True), ("llama-bias", True)])
 def test_quantized_w4a8_logits_equal_transformers(tmp_path, kind, calibrated, backend):
     folder = saved(outlying_model(kind, torch.float32), tmp_path / "model", max_shard_size="60KB")

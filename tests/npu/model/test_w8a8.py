@@ -64,6 +64,7 @@ def far(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     return statistics.quantiles(distances, n=5)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias"])
 def test_w8a8_logits_equal_transformers(tmp_path, kind, name, backend):
@@ -74,6 +75,7 @@ def test_w8a8_logits_equal_transformers(tmp_path, kind, name, backend):
     assert far(logits(tmp_path, backend), theirs) < FLIPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOAT8)
 @pytest.mark.parametrize("kind", ["qwen3", "llama-bias"])
 def test_w8a8_float8_logits_equal_transformers(tmp_path, kind, name):
@@ -85,6 +87,7 @@ def test_w8a8_float8_logits_equal_transformers(tmp_path, kind, name):
     assert far(logits(tmp_path, GoldenCpu()), theirs) < 3 * FLIPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["compressed", "frozen"])
 def test_w8a8_quantized_head_in_shards_of_old_config(tmp_path, status, backend):
     model = random_model("qwen3-untied")
@@ -126,6 +129,7 @@ def test_w8a8_fused_layers_with_different_input_scales(tmp_path, caplog, name, b
     assert far(ours, whole) < 1.25 * far(theirs, whole)
 
 
+@pytest.mark.slow
 def test_w8a8_bfloat16_error_equals_transformers(tmp_path, backend):
     model = random_model("qwen3").to(torch.bfloat16)
     whole = oracles(random_model("qwen3"))

@@ -168,6 +168,7 @@ def test_to_int8_rounds_rows_to_nearest(n, k, seed, size, dtype):
     assert (wide[1:, 0] <= weight[1:].double().abs().amax(1) / 127 * (1 + 2 * torch.finfo(dtype).eps) + 6e-8).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
     """Without rounded inputs the smoothed model equals the model except for the rounding of its weights."""
@@ -213,6 +214,7 @@ def test_quantize_checkpoint_equals_model_without_rounding(tmp_path, kind):
     assert error.std() / exact.std() < 0.06
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama-bias"])
 def test_smooth_reduces_quantization_error(tmp_path, kind):
     model = outlying(kind)

@@ -15,6 +15,7 @@ from tests.support.quantized import loaded
 backend = test_w8a8.backend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype"), [
     ("qwen3", torch.bfloat16), ("qwen3-untied", torch.float16), ("qwen2", torch.float32),
     ("llama-bias", torch.bfloat16),
@@ -28,6 +29,7 @@ def test_quantized_checkpoint_logits_equal_transformers(tmp_path, kind, dtype, b
     assert far(logits(tmp_path / "out", backend), theirs) < FLIPS
 
 
+@pytest.mark.slow
 def test_quantized_checkpoint_ignored_layers_equal_transformers(tmp_path, backend):
     folder = saved(outlying("qwen3-untied", torch.float32), tmp_path / "model")
     quantize_checkpoint(folder, tmp_path / "out", ignore=["re:.*layers.1.self_attn", "model.layers.2.mlp.down_proj"])

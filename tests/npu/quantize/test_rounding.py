@@ -57,6 +57,7 @@ def test_int4_tensors_are_the_dequantized_numbers(size):
     assert tensors["weight_shape"].tolist() == [10, 256]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "dtype", "calibrated"), [
     ("qwen3", torch.bfloat16, True), ("qwen3-untied", torch.float32, False), ("qwen2", torch.float32, True),
     ("llama-bias", torch.float16, False),

@@ -248,6 +248,7 @@ def test_restore_continues_streams_of_an_earlier_engine(tmp_path: Path) -> None:
         assert peer.record(6).token_ids == [7 + i for i in range(30)]
 
 
+@pytest.mark.slow
 def test_restore_accepts_more_than_the_queue_holds(tmp_path: Path) -> None:
     """Requests that an earlier engine accepted are not refused, even if the queue is full; 4 run and 3 wait here."""
     with running(tmp_path, delay=0.005) as engine:

@@ -351,6 +351,7 @@ async def test_bug_is_internal_with_logged_id(
         assert (await server.inference.Generate(ask([0], 1, return_token_ids=True))).token_ids == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_prompts", [False, True])
 async def test_request_has_one_log_line(chat_folder: Path, caplog: pytest.LogCaptureFixture, log_prompts: bool) -> None:
     caplog.set_level(logging.INFO, "npuserve")

@@ -106,6 +106,7 @@ async def _reconnected(server: Running) -> None:
                 and server.frontend._engine.model_info == server.engine.info)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("message", "error"), [
     (embed(""), "text: must be at least one token, got an empty input"),
     (embed(token_ids=[]), "token_ids: must be at least one token, got an empty input"),
@@ -202,6 +203,7 @@ async def test_rank_of_a_folder_without_a_template_for_pairs_is_qwen3s(tmp_path:
         "<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("message", "error"), [
     (rank("", "a"), "query: must not be empty"),
     (rank("a"), "documents: must be 1 to 1024 documents, got 0"),
@@ -229,6 +231,7 @@ async def test_rank_long_document_is_cut_on_request(reranker: Path) -> None:
         assert text_of(prompts(server)[1]) == "find:[abc|" + "x" * 53 + "]"
 
 
+@pytest.mark.slow
 async def test_calls_of_other_tasks_are_refused_by_name(embedder: Path, reranker: Path, folder: Path) -> None:
     async def refusals(model: Path) -> list[str]:
         async with running(model) as server:

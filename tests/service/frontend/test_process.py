@@ -120,6 +120,7 @@ async def test_frontend_load_without_a_process_of_the_chat_template_is_repeated(
         assert (await server.inference.Generate(ask("ab", 1))).text == "c"
 
 
+@pytest.mark.slow
 async def test_frontend_sigterm_ends_streams_and_refuses_requests(tmp_path: Path, processes: list[Process]) -> None:
     """With a health watcher connected. The running stream is complete, and new requests are refused."""
     async with fake_engine.engine(started=False) as engine:
@@ -151,6 +152,7 @@ async def test_frontend_sigterm_ends_streams_and_refuses_requests(tmp_path: Path
         assert "Traceback" not in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="policies of threads")
 def test_frontend_only_poller_thread_is_batch(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(args(make_folder(tmp_path / "m"))))
@@ -310,6 +312,7 @@ async def test_frontend_watch_at_any_moment_of_a_drain_ends_with_not_serving(tmp
     assert last == {NOT_SERVING}
 
 
+@pytest.mark.slow
 def test_frontend_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -320,6 +323,7 @@ def test_frontend_port_in_use_is_one_sentence(tmp_path: Path, processes: list[Pr
     assert "Traceback" not in processes[0].end()[1]
 
 
+@pytest.mark.slow
 def test_frontend_unusable_folder_is_one_sentence(tmp_path: Path, processes: list[Process]) -> None:
     processes.append(Process(args(tmp_path)))
     assert processes[0].wrong() == (

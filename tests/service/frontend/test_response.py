@@ -261,6 +261,7 @@ def test_response_prompt_logprobs_of_chunks_are_in_first_message(folder: ModelFo
     assert not last.prompt_logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 700, 3000])
 def test_response_prompt_messages_are_small_and_precede_first_token(folder: ModelFolder, chunk: int) -> None:
     info = msgspec.structs.replace(INFO, max_model_len=4000)

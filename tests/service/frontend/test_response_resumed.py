@@ -105,6 +105,7 @@ def joined(parts: Sequence[pb.StreamGenerateResponse]) -> tuple[str, list[int], 
             [p.chosen.token_id for part in parts for p in part.prompt_logprobs])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "none"])
 @given(data=st.data())
 def test_response_resumed_after_any_message_is_whole(kind: str, data: st.DataObject) -> None:
@@ -153,6 +154,7 @@ def test_response_resumed_at_the_end_of_a_stop_string_has_no_text() -> None:
     assert (part.text, part.offset, part.num_tokens, part.finish.matched_stop) == ("", len(ids), 0, "pon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
 def test_response_resumed_at_any_token_is_whole(kind: str, data: st.DataObject) -> None:

@@ -119,6 +119,7 @@ async def test_error_of_one_sample_ends_the_others(folder: Path) -> None:
         assert len(server.engine.got(Cancel)) == 2
 
 
+@pytest.mark.slow
 async def test_error_of_one_sample_ends_the_call_of_a_client_that_reads_nothing(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -102,6 +102,7 @@ async def test_abort_of_a_waiting_request_ends_it(tmp_path: Path) -> None:
         assert (await whole(running_call)).reason == "abort"
 
 
+@pytest.mark.slow
 async def test_abort_reaches_only_requests_of_vllm_engine(tmp_path: Path) -> None:
     async with (
         whole_server(tmp_path, delay=0.002) as server, grpc.aio.insecure_channel(server.target) as channel,

@@ -105,6 +105,7 @@ async def test_malformed_bytes_are_refused_by_the_clients_field(tmp_path: Path) 
             assert (error.code(), details in error.details()) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
+@pytest.mark.slow
 async def test_oversized_messages_are_refused(tmp_path: Path) -> None:
     async with running(make_folder(tmp_path / "m")) as server:
         stub = engine_stub(server.channel)
@@ -120,6 +121,7 @@ async def test_oversized_messages_are_refused(tmp_path: Path) -> None:
             assert details in error.details()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_logprobs_beyond_the_clients_limit_are_refused(tmp_path: Path, stream: bool) -> None:
     """The prompt has one message, also in a stream. Without a stream a sample has one."""

@@ -221,6 +221,7 @@ def test_arguments_of_a_call_are_an_object_where_the_template_writes_json(
     assert prompt(made, templated(tmp_path, source)) == rendered + cut + object_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "rendered"), [
     ("{% for name, value in call.function.arguments|items %}{{ name }}={{ value }} {% endfor %}", "a=1 b=x "),
     ("{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }} {% endfor %}", "a=1 b=x "),

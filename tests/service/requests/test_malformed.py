@@ -196,6 +196,7 @@ async def test_request_with_a_bad_field_is_refused_and_the_next_is_served(tmp_pa
         assert len(server.engine.got(Submit)) == len(cases | OTHERS) + 1  # only the valid ones
 
 
+@pytest.mark.slow
 async def test_call_with_malformed_or_oversized_bytes_is_refused(tmp_path: Path) -> None:
     """Bytes that are not protobuf, and messages above the size limit."""
     async with running(make_folder(tmp_path / "m", chat=True)) as server:

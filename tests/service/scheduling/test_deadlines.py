@@ -254,6 +254,7 @@ def test_deadline_margin_grows_with_the_gap_measured_after_the_request_was_added
     assert harness.dropped == {sequence.id: None}
 
 
+@pytest.mark.slow
 def test_deadline_is_admitted_while_many_rows_decode() -> None:
     """A step of 64 decode rows takes as long as one with a chunk of 192 tokens beside them; the budget is 256."""
     harness = SchedulerHarness(budget=256, num_blocks=2000, max_num_seqs=65, prefix_cache=False)

@@ -212,6 +212,7 @@ def test_state_with_a_scope_is_not_saved(scope: int) -> None:
     assert tier.has_state(digest) == (scope == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_deadlines_end_requests_that_wait_for_a_load(seed: int) -> None:
     """Loads take longer than some deadlines. Later requests find what a load brings, whatever its request did."""
@@ -261,6 +262,7 @@ def test_state_larger_than_host_memory_is_not_saved() -> None:
     assert not any(len(key) > 16 for key in tier_of(harness)._slots)
 
 
+@pytest.mark.slow
 def test_thousand_requests_under_pressure_are_answered_as_alone() -> None:
     """Conversations of many clients that grow by turns, with samples, cancels and preemptions."""
     harness = harness_of(host_slots=150, num_blocks=24, num_slots=8, max_num_seqs=5, budget=16)
@@ -291,6 +293,7 @@ def test_thousand_requests_under_pressure_are_answered_as_alone() -> None:
     assert tier.hits > 1000
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_answers_are_those_alone_under_pressure(data: st.DataObject) -> None:
     """Shared beginnings, salts, samples, constraints, deadlines, cancels, pauses, flushes and corrupt slots, with few

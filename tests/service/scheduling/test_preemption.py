@@ -100,6 +100,7 @@ def test_step_looks_the_prefix_of_a_waiting_request_up_at_most_once() -> None:
     cancel_all(harness)
 
 
+@pytest.mark.slow
 def test_requests_of_one_client_do_not_yield_to_each_other() -> None:
     harness = filled(2)
     harness.add([1], 3, client="heavy", priority=-100)
@@ -137,6 +138,7 @@ def test_yielded_request_returns_before_others_of_its_client() -> None:
     cancel_all(harness)
 
 
+@pytest.mark.slow
 def test_samples_of_one_call_yield_to_another_client() -> None:
     harness = SchedulerHarness(num_blocks=4000, max_num_seqs=8)
     samples = harness.add_samples([1] * 9, 16, 50, client="heavy")
@@ -251,6 +253,7 @@ class Load:
         self._steps += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("clients", "length"), [
     (2, 4000), (5, 100), *(pytest.param(*of, marks=pytest.mark.slow) for of in ((2, 100), (5, 4000)))])
 def test_heavy_clients_get_equal_tokens_without_thrashing(clients: int, length: int) -> None:
@@ -463,6 +466,7 @@ def test_deadline_of_a_newcomer_is_accepted_while_long_requests_run() -> None:
 # Everything at once
 
 
+@pytest.mark.slow
 @given(
     asks=st.lists(st.tuples(
         st.integers(0, 40), st.sampled_from("abc"), st.integers(1, 30), st.integers(1, 40),

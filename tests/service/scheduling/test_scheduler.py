@@ -199,6 +199,7 @@ def test_waiting_time_counts_as_priority() -> None:
     assert sorted(harness.started, key=harness.started.__getitem__) == [2, 0, 1]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     gap=st.integers(1, 6), aging=st.integers(1, 10), per_tick=st.sampled_from([1, 2]), num_blocks=st.integers(6, 16),

@@ -204,6 +204,7 @@ def test_failed_save_is_tried_again_while_host_memory_has_the_block() -> None:
     assert answer(second, ids(1)).cached_tokens == 10
 
 
+@pytest.mark.slow
 def test_save_that_always_fails_is_given_up_after_longer_and_longer_pauses() -> None:
     harness = harness_of({})
     times: list[float] = []
@@ -384,6 +385,7 @@ def test_end_of_a_request_leaves_its_fetch() -> None:
     assert len(store_of(second).lookups) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @settings(max_examples=40)
 @given(st.data())

@@ -100,6 +100,7 @@ def simulate(
     return seconds / (baseline + made / rows * seconds_of(rows)), speculator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("slope", [0.0, 0.1, 1.0])
@@ -447,6 +448,7 @@ def test_wrong_head_costs_less_than_two_percent_of_short_answers(rows: int, draf
     assert speeds_on_machine(rows, draft, 0.0, 160)[0] > 0.98
 
 
+@pytest.mark.slow
 @COSTS
 def test_head_that_pays_stays_on_a_disturbed_machine(rows: int, draft: float, least: float) -> None:
     speeds = speeds_on_machine(rows, draft, 0.8, 600)
@@ -454,6 +456,7 @@ def test_head_that_pays_stays_on_a_disturbed_machine(rows: int, draft: float, le
     assert speeds[4] > least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("turn", [50, 300, 1000])
 def test_head_that_is_right_and_wrong_in_turn_costs_less_than_two_percent(rows: int, turn: int) -> None:
@@ -462,6 +465,7 @@ def test_head_that_is_right_and_wrong_in_turn_costs_less_than_two_percent(rows: 
     assert simulated.relative < 1 / 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "draft", "most"), [
     (1, 0.05, 0.5), (1, 0.25, 0.75), (1, 0.6, 0.95), (8, 0.05, 0.65), (32, 0.05, 0.85)])
 @pytest.mark.parametrize("measured", [1, 7])
@@ -472,6 +476,7 @@ def test_right_head_saves_time(rows: int, draft: float, most: float, measured: i
     assert simulated.steps.count(True) > 0.9 * len(simulated.steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 def test_head_returns_once_it_is_right(rows: int) -> None:
     """It is wrong for 1,000 tokens of each request."""
@@ -481,6 +486,7 @@ def test_head_returns_once_it_is_right(rows: int) -> None:
     assert simulated.relative < 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("measured", [1, 7])
 def test_head_returns_beside_prompts_once_it_is_right(rows: int, measured: int) -> None:
@@ -496,6 +502,7 @@ def test_head_returns_beside_prompts_once_it_is_right(rows: int, measured: int) 
     assert (simulation.seconds - before[0]) / (simulation.baseline - before[1]) < 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunks", "seconds"), [(2, 25.0), (8, 25.0), (32, 25.0), (4, 170.0)])
 @pytest.mark.parametrize("measured", [1, 7])
 def test_head_that_pays_stays_after_long_prompts(chunks: int, seconds: float, measured: int) -> None:
@@ -514,6 +521,7 @@ def test_head_that_pays_stays_after_long_prompts(chunks: int, seconds: float, me
     assert sum(steps) > 0.95 * len(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measured", [1, 7])
 @pytest.mark.parametrize(("tokens", "acceptance"), [(0, 0.0), (8, 0.9), (64, 0.0)])
 def test_head_that_does_not_pay_for_prompts_costs_less_than_two_percent(
@@ -535,6 +543,7 @@ def test_head_that_does_not_pay_for_prompts_costs_less_than_two_percent(
     assert (simulation.seconds - before[0]) / (simulation.baseline - before[1]) < 1 / 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "every"), [(512, 10), (512, 30)])
 def test_gain_of_many_rows_pays_for_prompts_beside(chunk: int, every: int) -> None:
     """The balance is bounded by the seconds of steps, not of tokens."""

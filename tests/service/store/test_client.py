@@ -111,6 +111,7 @@ def test_blocks_of_one_client_are_loaded_by_another(shared: Shared) -> None:
     assert not first.failures + second.failures
 
 
+@pytest.mark.slow
 def test_another_secret_identity_or_model_finds_nothing(shared: Shared) -> None:
     client, _ = shared.connected()
     save(client)
@@ -176,6 +177,7 @@ def test_full_store_is_counted(shared: Shared) -> None:
     assert client.is_available
 
 
+@pytest.mark.slow
 def test_slow_process_is_killed_and_the_store_tried_again(shared: Shared) -> None:
     client, _ = shared.connected(seconds=0.5)
     (shared.values / "slow").write_text("60")
@@ -191,6 +193,7 @@ def test_slow_process_is_killed_and_the_store_tried_again(shared: Shared) -> Non
     assert result(client, client.lookup, DIGESTS) == 0
 
 
+@pytest.mark.slow
 def test_calls_that_wait_for_a_slow_one_end_with_it(shared: Shared) -> None:
     client, _ = shared.connected(seconds=1.0)
     (shared.values / "slow").write_text("60")
@@ -201,6 +204,7 @@ def test_calls_that_wait_for_a_slow_one_end_with_it(shared: Shared) -> None:
     assert not client.lookup(9, DIGESTS), "asked while the store does not answer"
 
 
+@pytest.mark.slow
 def test_load_stops_before_its_time_is_over(shared: Shared) -> None:
     """What arrived is of use, and the process lives."""
     client, memory = shared.connected()
@@ -284,6 +288,7 @@ def test_calls_beyond_the_bounds_are_dropped(shared: Shared) -> None:
     (shared.values / "slow").unlink()
 
 
+@pytest.mark.slow
 def test_clear_removes_the_values_of_this_model(shared: Shared) -> None:
     client, _ = shared.connected()
     other, _ = shared.connected(facts="another layout")
@@ -300,6 +305,7 @@ def test_clear_removes_the_values_of_this_model(shared: Shared) -> None:
     assert result(other, other.lookup, DIGESTS) == 1
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_before_a_clear_has_ended(shared: Shared) -> None:
     client, _ = shared.connected()
     save(client)

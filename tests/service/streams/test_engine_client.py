@@ -346,6 +346,7 @@ async def test_engine_client_unread_streams_of_one_client_take_half() -> None:
         assert not client._limit._shares
 
 
+@pytest.mark.slow
 async def test_engine_client_malformed_message_reconnects() -> None:
     async with connected() as (client, engine):
         engine.hold.clear()

@@ -141,6 +141,7 @@ def large(token: str, ids: int = 4000) -> Record:
     return Record(Request(f"name of {token}", [1, 2, 3], 50, 0.0, sampling, owner="me", resume_token=token), [5, 6])
 
 
+@pytest.mark.slow
 def test_records_memory_is_counted() -> None:
     import tracemalloc
 

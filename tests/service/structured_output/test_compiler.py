@@ -86,6 +86,7 @@ def test_error_of_a_regex_shows_nothing_of_the_translation(compiler: GrammarComp
     assert str(bad.error) == error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schemas", "is_exclusive"), [
     (({"type": "string", "format": "date"}, {"type": "string", "format": "email"}), False),
     (({"type": "string", "format": "date"}, {"const": "x"}), False),
@@ -302,6 +303,7 @@ def test_process_that_a_limit_ends_refuses_the_constraint(process: CompileProces
     assert process.compile(GOOD).grammar
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM])
 def test_process_that_is_killed_is_replaced_and_compiles_the_constraint(
     process: CompileProcess, number: signal.Signals
@@ -400,6 +402,7 @@ def attacked() -> Iterator[CompileProcess]:
     process.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_constraint_is_compiled_or_refused_within_limits(attacked: CompileProcess, name: str):
     kind, value = HOSTILE[name]

@@ -89,6 +89,7 @@ def test_string_ends_within_its_bounds(length: int) -> None:
     assert complete(matcher)
 
 
+@pytest.mark.slow
 def test_answers_of_one_constraint_end_whatever_others_have_built() -> None:
     compilation = compiled("json_schema", {"type": "string", "minLength": 3000, "maxLength": 4000})
     for number in range(4):
@@ -103,6 +104,7 @@ def random_walk(rng: random.Random, mask: bytes, run: list[int] | None) -> int:
     return (run or quotes * (rng.random() < 0.02) or [rng.choice(ids)])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("kind", "value"), [
     pytest.param("json_schema", PAIRS, id="pairs", marks=pytest.mark.slow),
@@ -134,6 +136,7 @@ def test_masks_and_forced_tokens_do_not_depend_on_the_lexer(
     assert len(lexers) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_answer_of_an_earlier_engine_equals_one_that_continued() -> None:
     matcher, rng, tokens = answer(compiled("json_schema", PAIRS)), random.Random(5), list[int]()

@@ -30,6 +30,7 @@ CONSTRAINTS: dict[str, tuple[Kind, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_mask_equals_advance(name: str):
     """For every token of the vocabulary, along random walks."""
@@ -64,6 +65,7 @@ def matcher_at(kind: Kind, value: Any, taken: list[int]) -> Matcher:
     return copy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_walks_end_in_complete_texts(name: str):
     """So no allowed token leads to a dead end."""
@@ -190,6 +192,7 @@ def test_forced_tokens_of_a_long_text_are_bounded():
     assert 3 * len(state.forced()) == MAX_FORCED_BYTES + 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "value"), [
     ("json_schema", {"const": "abc1 " * 6000}), ("regex", "abc1 " * 6000), ("choices", ["abc1 " * 6000]),
     ("grammar", f'root ::= "{"abc1 " * 6000}"')])
@@ -207,6 +210,7 @@ def test_long_fixed_text_ends(kind: Kind, value: Any):
     assert text.decode().strip('"') == "abc1 " * 6000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "value"), [
     ("regex", "((a{300}){300}){300}"), ("grammar", "root ::= a0\n" + "".join(
         f"a{i} ::= a{i + 1} a{i + 1}\n" for i in range(24)) + 'a24 ::= "a"')])
@@ -219,6 +223,7 @@ def test_endless_fixed_text_can_begin(kind: Kind, value: Any):
         assert all(map(state.advance, run[:50]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_forced_text_is_the_librarys(name: str):
     """Along random walks, by tokens and by bytes, whether it is read after each token or not."""
@@ -295,6 +300,7 @@ def test_answer_whose_lexer_another_answer_has_exhausted_needs_another_lexer(mon
             work()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_careful", [False, True])
 @pytest.mark.parametrize("name", [*CONSTRAINTS, "long"])
 def test_replayed_matcher_equals_one_that_advanced(name: str, is_careful: bool):

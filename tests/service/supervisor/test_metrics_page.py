@@ -150,6 +150,7 @@ def run_server(folder: Path, *options: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_metrics_page_uncounted_metric_is_zero(pages: list[str]) -> None:
     first = samples(pages[0])
     for name, (kind, labels) in documented().items():
@@ -242,6 +243,7 @@ def test_metrics_page_alert_series_exist_before_first_event(pages: list[str]) ->
     assert first["npuserve_target_seconds", (("latency", "itl"),)] == 0.2
 
 
+@pytest.mark.slow
 def test_metrics_page_vllm_aliases_have_same_values(tmp_path: Path, pages: list[str]) -> None:
     before, both, last = run_server(tmp_path, "aliases")
     assert "vllm:" not in before, "vLLM has no page before its model is loaded"
@@ -293,6 +295,7 @@ def test_metrics_page_promtool_finds_no_problem(pages: list[str]) -> None:
         assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_metrics_page_ipv6_url_has_brackets(tmp_path: Path) -> None:
     script = (
         "import sys, urllib.request\nfrom pathlib import Path\nfrom npuserve.service.config import ServerConfig\n"
@@ -352,6 +355,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_metrics_page_without_file_descriptors_loses_no_counts(tmp_path: Path) -> None:
     """The files of a dead process are merged at the next scrape."""
     done = subprocess.run([sys.executable, "-c", NO_FILES, str(tmp_path)], capture_output=True, text=True)

@@ -95,6 +95,7 @@ def test_metrics_server_too_many_connections_closes_oldest(
                 connection.recv(1)
 
 
+@pytest.mark.slow
 def test_metrics_server_slow_reader_blocks_no_other(server: MetricsServer) -> None:
     pages = iter(("x" * (64 << 20), "small"))
     server._page = lambda: next(pages)

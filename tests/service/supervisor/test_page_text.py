@@ -85,6 +85,7 @@ def made(folder: Path, broken: list[str] | None = None) -> PageText:
     return PageText(folder, DECLARED, on_broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_page_equals_that_of_prometheus_client_after_any_changes(tmp_path: Path, seed: int) -> None:
     chance, pids = random.Random(seed), iter(range(100, 1000))

@@ -208,6 +208,7 @@ def test_supervisor_death_in_long_step_counts_as_crash(supervise: Callable[..., 
     assert not run.said("giving up")
 
 
+@pytest.mark.slow
 def test_supervisor_restarted_engine_gets_kernels_of_first(supervise: Callable[..., Run]) -> None:
     """Later engines get the CPU kernels of the first engine that was ready, whatever they report themselves."""
     run = supervise(engine="exit:1 step:0.05 step:0.05 step:0.05 live")
@@ -216,6 +217,7 @@ def test_supervisor_restarted_engine_gets_kernels_of_first(supervise: Callable[.
     assert given == [None, None, {"run": 2}, {"run": 2}, {"run": 2}]
 
 
+@pytest.mark.slow
 def test_supervisor_engines_after_failed_capture_get_the_reason_and_the_mode(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="exit:1 uncaptured:3 step:0.05 live")
     run.until(lambda: len(run.journal("engine", "started")) == 4)
@@ -242,6 +244,7 @@ def test_supervisor_suspended_machine_is_no_hang(supervise: Callable[..., Run]) 
     assert len(run.journal("", "started")) == 2
 
 
+@pytest.mark.slow
 def test_supervisor_noisy_child_is_no_hang(supervise: Callable[..., Run]) -> None:
     """Heartbeats reach the supervisor between the lines of other output."""
     run = supervise(engine="noisy", hang_seconds=0.5)
@@ -281,6 +284,7 @@ def test_supervisor_restarted_front_end_gets_same_port(supervise: Callable[..., 
     assert len(run.journal("engine", "started")) == 1
 
 
+@pytest.mark.slow
 def test_supervisor_repeated_crashes_are_restarted(supervise: Callable[..., Run]) -> None:
     run = supervise()
     for count in range(1, 9):  # more than the five failed starts that are allowed
@@ -290,6 +294,7 @@ def test_supervisor_repeated_crashes_are_restarted(supervise: Callable[..., Run]
     assert all(line["pause"] < 0.04 for line in run.said("engine died"))
 
 
+@pytest.mark.slow
 def test_supervisor_repeated_failed_starts_gives_up(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="exit:3")
     assert run.process.wait(60) == 1
@@ -300,6 +305,7 @@ def test_supervisor_repeated_failed_starts_gives_up(supervise: Callable[..., Run
     assert not run.alive()
 
 
+@pytest.mark.slow
 def test_supervisor_crashes_of_a_found_request_do_not_count(supervise: Callable[..., Run]) -> None:
     """Four crashes, then one of the run that found the request, twice. Five in a row end the server."""
     run = supervise(engine="exit:3 exit:3 exit:3 exit:3 killer exit:3 exit:3 exit:3 killer exit:3")
@@ -308,6 +314,7 @@ def test_supervisor_crashes_of_a_found_request_do_not_count(supervise: Callable[
     assert [line["pause"] for line in run.said("engine died")][4] == 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("children", "code"), [({"engine": "exit:2"}, 2), ({"front": "exit:2"}, 2),
                                                 ({"engine": "exit:4"}, 4)])
 def test_supervisor_fatal_exit_code_stops_server(
@@ -320,6 +327,7 @@ def test_supervisor_fatal_exit_code_stops_server(
     assert not run.alive()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["front", "engine"])
 def test_supervisor_unusable_after_ready_is_retried(
     supervise: Callable[..., Run], name: str
@@ -337,6 +345,7 @@ def test_supervisor_unusable_after_ready_is_retried(
     assert run.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_supervisor_drain_timeout_kills_children(supervise: Callable[..., Run]) -> None:
     run = supervise(front="deaf", engine="deaf", drain_seconds=0.1, stop_seconds=0.2)
     run.until_up()
@@ -346,6 +355,7 @@ def test_supervisor_drain_timeout_kills_children(supervise: Callable[..., Run]) 
     assert not run.folder().exists()
 
 
+@pytest.mark.slow
 def test_supervisor_second_signal_kills_children(supervise: Callable[..., Run]) -> None:
     run = supervise(front="live:600", drain_seconds=600)
     run.until_up()
@@ -356,6 +366,7 @@ def test_supervisor_second_signal_kills_children(supervise: Callable[..., Run]) 
     assert not run.alive()
 
 
+@pytest.mark.slow
 def test_supervisor_signal_during_restart_stops_server(supervise: Callable[..., Run]) -> None:
     run = supervise(engine="exit:1")
     run.until(lambda: run.journal("engine", "started"))
@@ -372,6 +383,7 @@ def test_supervisor_death_ends_children(supervise: Callable[..., Run]) -> None:
     run.until(lambda: not run.alive())
 
 
+@pytest.mark.slow
 def test_supervisor_front_ends_share_port_of_first(supervise: Callable[..., Run]) -> None:
     run = supervise(frontends=3)
     run.until_up(fronts=3)
@@ -403,6 +415,7 @@ def test_serve_missing_model_prints_one_line(tmp_path: Path) -> None:
     assert f"npuserve: model: there is no folder {tmp_path}/none" in lines
 
 
+@pytest.mark.slow
 def test_serve_taken_metrics_port_prints_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

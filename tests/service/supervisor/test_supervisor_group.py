@@ -12,6 +12,7 @@ import pytest
 from tests.service.supervisor.test_supervisor import Run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load_seconds", [0.0, 0.001])
 def test_supervisor_ends_if_its_group_does_not_meet_again_in_load_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load_seconds: float

@@ -14,6 +14,7 @@ from tests.support.processes import ignores
 __all__ = ["supervise"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_nohup")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_supervisor_hangup_drains_and_is_no_second_signal(supervise: Callable[..., Run], number: int) -> None:
@@ -28,6 +29,7 @@ def test_supervisor_hangup_drains_and_is_no_second_signal(supervise: Callable[..
     assert not run.folder().exists()
 
 
+@pytest.mark.slow
 def test_supervisor_under_nohup_ignores_hangup(supervise: Callable[..., Run]) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the supervisor inherits it
     try:
@@ -38,6 +40,7 @@ def test_supervisor_under_nohup_ignores_hangup(supervise: Callable[..., Run]) ->
     assert ignores(run.process.pid, signal.SIGHUP)
 
 
+@pytest.mark.slow
 def test_supervisor_engine_failed_for_good_in_a_drain_ends_the_drain(supervise: Callable[..., Run]) -> None:
     run = supervise(front="streaming", engine="live exit:4", drain_seconds=600)
     run.until_up()

@@ -44,6 +44,7 @@ def test_build_equals_tokenizers_on_the_corpus(name: str) -> None:
         assert ours.decode(expected, False) == trained.decode(expected, skip_special_tokens=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 @settings(max_examples=400, deadline=None)
 @given(text=texts)

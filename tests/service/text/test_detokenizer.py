@@ -178,6 +178,7 @@ def test_stop_strings_equal_the_reference_for_any_split_of_the_tokens(
         assert run(kind, chunks, skip, stop, include_stop, min_tokens) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data(), sizes=sizes, min_tokens=st.integers(0, 6), stop=st.lists(st.sampled_from(STOPS), max_size=4))
 def test_push_result_is_independent_of_the_split_of_the_tokens(

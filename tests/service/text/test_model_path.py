@@ -77,6 +77,7 @@ def test_download_takes_the_files_of_modules_and_no_other_weights() -> None:
     assert list(kept) == needed
 
 
+@pytest.mark.slow
 def test_resolve_of_a_hub_name_uses_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the hub's client, offline: first the model is missing, then it is in the cache."""
     cache = tmp_path / "cache"
@@ -112,6 +113,7 @@ def test_resolve_of_a_mistyped_folder_suggests_the_right_one(tmp_path: Path, mon
             resolve(name)
 
 
+@pytest.mark.slow
 async def test_fetch_of_an_unknown_model_raises_the_error_of_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_special_tokens_in_a_message_do_not_end_the_turn(tokenizer: Tokenizer) -
             tokenize_pb2.TokenizeRequest(chat=chats[0], parse_special_tokens=True), tokenizer, CONTEXT).text
 
 
+@pytest.mark.slow
 def test_chats_without_special_tokens_equal_transformers(folder: Path, tokenizer: Tokenizer) -> None:
     """Including contents with a bar, which is marked."""
     theirs, compared = transformers_tokenizer(folder), 0
@@ -111,6 +112,7 @@ def test_chats_without_special_tokens_equal_transformers(folder: Path, tokenizer
     assert compared > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*MADE, *REAL])
 def test_encode_of_any_content_adds_no_special_tokens(name: str, tmp_path: Path) -> None:
     tokenizer = load(folder_of(name, tmp_path))
@@ -128,6 +130,7 @@ def test_encode_of_any_content_adds_no_special_tokens(name: str, tmp_path: Path)
     each()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", ["content", "name", "reasoning_content", "tool_calls", "tools", "template_args"])
 def test_encode_of_any_field_adds_no_special_tokens(tmp_path: Path, field: str) -> None:
     tokenizer = load(made_folder(tmp_path, CHATML))

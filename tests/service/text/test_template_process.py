@@ -73,6 +73,7 @@ def test_render_of_a_template_with_huge_memory_is_refused(tmp_path: Path, name: 
     assert process.render([{**TURN, "content": "well"}]) == "well"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "message"), [
     ("{% if %}", "Expected an expression"),
     ("{% if 1 %}" * 500 + "{% endif %}" * 500, "RecursionError: "),

@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
@@ -51,6 +52,7 @@ def test_import_loads_neither_torch_nor_transformers() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
+@pytest.mark.slow
 def test_encode_starts_no_thread(tmp_path: Path) -> None:
     """The library never makes its threads again after the system had none for them."""
     save(tmp_path, train(), QWEN)

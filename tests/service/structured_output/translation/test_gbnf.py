@@ -106,6 +106,7 @@ def source(node: Node) -> str:
     return "(" + (" | " if isinstance(node, Alt) else " ").join(map(source, node.items)) + ")"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_grammars_are_refused_only_without_a_text(seed: int):
     """A grammar whose shortest text is longer than LENGTH is skipped."""

@@ -142,6 +142,7 @@ def random_object_schema(rng: random.Random) -> dict[str, Any]:
         "additionalProperties": rng.choice([True, False, TEXT])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_pattern_properties_of_accepted_objects_are_valid_by_both_readings(seed: int):
     """Each name is written with three values. Names without a dispute are accepted exactly if they are valid."""

@@ -138,6 +138,7 @@ def test_schema_that_cannot_be_honoured_is_refused(parameters: Any, message: str
     assert error.value.field == "chat.tools[1].function.parameters"
 
 
+@pytest.mark.slow
 def test_walks_are_calls_that_the_parser_reads_and_the_schema_accepts() -> None:
     tools = [tool("weather", WEATHER), tool("now")]
     schemas = {"weather": WEATHER, "now": {"additionalProperties": False}}
