@@ -1,10 +1,10 @@
 """Selection of tests: by default a choice in two minutes, with `pytest --slow` one for every change, with `--full` all.
 
-Of a test function with two or more parameters a choice of the cases runs. By default every value of each parameter
-occurs in one of them. With `--slow` every pair of values of two parameters does, since most defects need at most two
-values at once (Kuhn, Wallace and Gallo 2004), unless the test is marked `each_value`. Tests and cases marked `full` do
-not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line runs all its cases.
-`.ci/run` runs tests with `--slow`.
+Of a test function with two or more parameters a choice of the cases runs: every value of each parameter occurs in one
+of them. Of tests of kernels, whose code differs with each pair, every pair of values of two parameters does with
+`--slow`, since most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Tests and cases marked
+`full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line runs all its
+cases. `.ci/run` runs tests with `--slow`.
 
 Tests of whole servers (tests/e2e) take most of the time. Without `--slow` only the smoke test of that folder runs,
 unless the command line names the folder, or something in it. Of the tests that are skipped for the same reason, such as
@@ -26,6 +26,7 @@ Values = tuple[tuple[str, int], ...]
 
 WHOLE_SERVERS = Path(__file__).parent / "e2e"
 SMOKE_TEST = WHOLE_SERVERS / "test_smoke.py"
+KERNELS = Path(__file__).parent / "kernels"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for (_, function), group in groups.items():
         if function not in named:
             cases = [item for item in group if not any(map(item.get_closest_marker, left_out))]
-            pairs = config.getoption("--slow") and not any(item.get_closest_marker("each_value") for item in cases)
+            pairs = config.getoption("--slow") and KERNELS in group[0].path.parents
             chosen.update(covering(cases, 2 if pairs else 1))
     if not config.getoption("--slow"):
         chosen -= set(repeated_skips(item for item in items if item in chosen))

@@ -20,11 +20,6 @@ def test_one(a): pass
 
 def test_none(): pass
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("a", range(2))
-@pytest.mark.parametrize("b", range(3))
-def test_values(a, b): pass
-
 @pytest.mark.full
 def test_long(): pass
 
@@ -61,7 +56,7 @@ def cases(folder: Path, *arguments: str, tests: str = TESTS) -> list[str]:
             found.extend(item.name for item in session.items)
 
     (folder / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n full: with --full\n slow: with --slow\n each_value: fewer cases\n")
+        "[pytest]\nmarkers =\n full: with --full\n slow: with --slow\n")
     file = folder / f"test_{folder.name}.py"
     file.write_text(tests)
     pytest.main(
@@ -79,16 +74,17 @@ def test_every_value_is_in_a_case(tmp_path: Path) -> None:
     assert len(three) == 4
 
 
-def test_every_pair_of_values_is_in_a_case_for_every_change(tmp_path: Path) -> None:
+def test_every_pair_of_values_of_a_kernel_is_in_a_case_for_every_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cases(tmp_path, "--slow", "FILE") == cases(tmp_path, "FILE")
+    monkeypatch.setattr(selection, "KERNELS", tmp_path)
     names = cases(tmp_path, "--slow", "FILE")
     three = [tuple(map(int, name[11:-1].split("-"))) for name in names if name.startswith("test_three")]
     assert 12 <= len(three) < 24
     for i, j in (0, 1), (0, 2), (1, 2):
         sizes = (4, 3, 2)
         assert {(case[i], case[j]) for case in three} == set(product(range(sizes[i]), range(sizes[j])))
-    values = [tuple(map(int, name[12:-1].split("-"))) for name in names if name.startswith("test_values")]
-    assert [sorted(set(column)) for column in zip(*values, strict=True)] == [[0, 1, 2], [0, 1]]
-    assert len(values) == 3
 
 
 @pytest.mark.full
@@ -102,7 +98,7 @@ def test_one_parameter_has_all_its_cases(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_full_runs_all(tmp_path: Path) -> None:
-    assert len(cases(tmp_path, "--full", "FILE")) == 24 + 5 + 1 + 6 + 1 + 3
+    assert len(cases(tmp_path, "--full", "FILE")) == 24 + 5 + 1 + 1 + 3
 
 
 @pytest.mark.full

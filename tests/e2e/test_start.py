@@ -39,7 +39,6 @@ def refused(*arguments: str, **environ: str) -> str:
     return last.removeprefix("npuserve: ")
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("command", [
     ("serve", "--port", "0", "--metrics-port", "0"), ("demo",), ("check",), ("bench", "kernels"), ("bench", "step"),
     ("quantize", "", "no-such-folder", "--calibration", "none")])
@@ -114,7 +113,6 @@ def test_serve_with_a_mistyped_folder_suggests_the_right_one(folder: Path) -> No
         f"model: there is no folder {folder.with_name('modle')} (did you mean {folder}?)")
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("host", "error"), [
     ("203.0.113.7", "Cannot assign requested address"),
     ("no-such-host.invalid", ""),
@@ -127,7 +125,6 @@ def test_serve_on_an_address_of_another_machine_names_the_host(setting: str, hos
     assert message.endswith("; it must be an address of this machine, or 0.0.0.0 for all")
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize("frontends", ["1", "2"])
 def test_serve_on_a_taken_port_prints_one_line(frontends: str, is_shared: bool) -> None:

@@ -60,7 +60,6 @@ def equal_to_the_cpu(folder: Path, sampling: dict[str, Any], capture_chunks: boo
     assert len({len(result.token_ids) for result in results}) > 3
 
 
-@pytest.mark.each_value
 @needs_npu
 @pytest.mark.parametrize("capture_chunks", [True, False], ids=["one dispatch", "decode rows and chunks"])
 @pytest.mark.parametrize(("order", "seed"), [

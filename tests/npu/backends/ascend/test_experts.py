@@ -48,7 +48,6 @@ def equal_to_the_cpu(folder: Path, capture_chunks: bool = True, **sizes: Any) ->
     assert {result.captured for result in results} == ({True} if capture_chunks else {True, False})
 
 
-@pytest.mark.each_value
 @needs_npu
 @pytest.mark.parametrize("capture_chunks", [True, False], ids=["one dispatch", "decode rows and chunks"])
 @pytest.mark.parametrize(("order", "seed"), [
@@ -173,7 +172,6 @@ def quantized(folder: Path, form: str, family: Family) -> Path:
 DEFAULT: dict[str, Any] = {}
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("form", "family", "settings"), [
     *((form, family, DEFAULT) for form in ("floats", "W8A8", "ModelSlim", "W4A16") for family in ARCHITECTURES),
     ("W8A8", "qwen3", {"kv_cache_dtype": "int8", "lm_head_dtype": "int8"}),
@@ -248,7 +246,6 @@ def test_int4_refusal_of_experts(n: int, k: int, zeros: bool, experts: int, reas
 # Ranks
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("form", "family", "whole_experts"), [
     ("floats", "qwen3", False), ("floats", "qwen3", True), ("W8A8", "qwen3", True),
     pytest.param("floats", "qwen3_5", True, marks=pytest.mark.slow),

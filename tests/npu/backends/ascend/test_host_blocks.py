@@ -41,7 +41,6 @@ def pressure(folder: Path) -> None:
     check_pressure(loaded(folder), BUDGET)
 
 
-@pytest.mark.each_value
 @needs_npu
 @pytest.mark.parametrize("cache", ["auto", "int8"])
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
@@ -76,7 +75,6 @@ def state_pressure(folder: Path) -> None:
     check_pressure(hybrid(folder), BUDGET, num_slots=8, pool=POOL)
 
 
-@pytest.mark.each_value
 @needs_npu
 @pytest.mark.parametrize("cache", ["auto", "int8"])
 @pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])

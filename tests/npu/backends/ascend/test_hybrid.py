@@ -69,7 +69,6 @@ def equal_to_the_cpu(folder: Path, sampling: dict[str, Any], capture_chunks: boo
         assert not any(result.decoder_decodes for result in results)
 
 
-@pytest.mark.each_value
 @needs_npu
 @pytest.mark.parametrize("capture_chunks", [True, False], ids=["one dispatch", "decode rows and chunks"])
 @pytest.mark.parametrize(("order", "seed"), [
@@ -150,7 +149,6 @@ def test_hybrid_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> None
 LACKING = ["ChunkGatedDeltaRule", "RecurrentGatedDeltaRule"]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("triton", [True, False], ids=["triton", "torch"])
 @pytest.mark.parametrize("lacking", LACKING)
 @needs_npu
@@ -287,7 +285,6 @@ INT8 = [{}, {"kv_cache_dtype": "int8"}, {"lm_head_dtype": "int8"},
         {"kv_cache_dtype": "int8", "lm_head_dtype": "int8"}]
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(("form", "settings"), [
     *((form, settings) for form in ("floats", "W8A8") for settings in INT8), ("ModelSlim", INT8[0])], ids=str)
 @emulated()

@@ -62,7 +62,6 @@ def check(folder: Path, w8a8: bool, expected: dict[str, Counter[str]]) -> None:
     assert layer(folder, w8a8) == expected
 
 
-@pytest.mark.each_value
 @needs_npu
 @pytest.mark.parametrize("w8a8", [False, True], ids=["bf16", "w8a8"])
 @pytest.mark.parametrize("triton", [False, True], ids=["operators", "triton"])

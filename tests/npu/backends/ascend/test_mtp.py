@@ -85,7 +85,6 @@ def saved_with_head(folder: Path, layers: str) -> Path:
     return add_head(saved_hybrid(folder, **LAYERS[layers]), damping=DAMPING[layers])
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [{}, {"logprobs": 2}, {"temperature": 0.7}], ids=str)
 @pytest.mark.parametrize("layers", LAYERS)
 @emulated(relax=RELAX, poison=True)

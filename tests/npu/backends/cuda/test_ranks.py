@@ -86,7 +86,6 @@ def test_w8a8_with_int8_cache_equals_one_process(tmp_path: Path, scheme: W8A8) -
     assert len(divided.answers) == len(PROMPTS)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_mixtures_of_experts_equal_one_process(tmp_path: Path, seed: int, whole: bool) -> None:
