@@ -3,8 +3,8 @@
 The library is loaded by ctypes, so one wheel serves every Python 3 of a platform. Without a working C++17 compiler the
 package is installed as a pure wheel without the library, and plain torch computes.
 
-NATIVE_ISAS selects the instruction sets: by default those with the widest registers of this machine's processor, `all`
-for a wheel or an image that other machines run, or names separated by commas. The set that every processor has is
+NATIVE_ISAS selects the instruction sets: by default those that are fastest on this machine's processor (`fastest`),
+`all` for a wheel or an image that other machines run, or names separated by commas. The set that every processor has is
 always built.
 """
 
@@ -182,10 +182,11 @@ def processor_isas(compiler: list[str]) -> set[str]:
         return {name.decode() for name in names}
 
 
-def widest(names: set[str]) -> set[str]:
-    """Return those of these instruction sets that have the widest registers. Narrower ones are hardly ever faster."""
-    width = next(isa for isa in ISAS if isa in names).partition("_")[0]
-    return {isa for isa in names if isa.partition("_")[0] == width}
+def fastest(names: set[str]) -> set[str]:
+    """Return the one that multiplies by tiles, or else those with the widest registers, of which each may be faster."""
+    first = next(isa for isa in ISAS if isa in names)
+    width = first.partition("_")[0]
+    return {first} if first == "avx512_amx" else {isa for isa in names if isa.partition("_")[0] == width}
 
 
 def wanted_isas(compiler: list[str]) -> set[str]:
@@ -193,7 +194,7 @@ def wanted_isas(compiler: list[str]) -> set[str]:
     setting = os.environ.get("NATIVE_ISAS", "")
     if setting == "all":
         return set(ISAS)
-    names = set(setting.replace(",", " ").split()) or widest(processor_isas(compiler))
+    names = set(setting.replace(",", " ").split()) or fastest(processor_isas(compiler))
     if unknown := sorted(names - ISAS.keys()):
         raise SystemExit(f"NATIVE_ISAS: {', '.join(unknown)}: not all, and not among {', '.join(ISAS)}")
     return {*names, *(NARROWER[name] for name in names & NARROWER.keys()), list(ISAS)[-1]}

@@ -152,7 +152,7 @@ def native(chosen: CpuKernels | None) -> dict[str, Any]:
 
     isa: instruction set that they use; None if they are not installed.
     isas: instruction sets that they can use, the widest first.
-    missing: instruction sets of this processor's widest registers for which they are not built.
+    missing: wider instruction sets of this processor, for which they are not built.
     The other keys are the fields of `CpuKernels`.
 
     chosen: the choice for the model; None to choose for a small model, if the CPU does not compute this one.

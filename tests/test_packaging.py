@@ -377,7 +377,7 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(
     assert library.source().decode() == setup_py.stamp(pieces, expected)
 
 
-def test_wanted_isas_are_the_widest_of_the_processor_by_default(
+def test_wanted_isas_are_the_fastest_of_the_processor_by_default(
     setup_py: ModuleType, compiler: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     *_, base = setup_py.ISAS
@@ -387,12 +387,12 @@ def test_wanted_isas_are_the_widest_of_the_processor_by_default(
     assert base in wanted
     if native.available():
         lib = native.library()
-        assert {lib.isas[0], *lib.missing_isas} <= wanted <= {*lib.isas, *lib.missing_isas}
+        assert (lib.missing_isas or lib.isas)[0] in wanted <= {*lib.isas, *lib.missing_isas}
     monkeypatch.setenv("NATIVE_ISAS", "all")
     assert setup_py.wanted_isas(compiler) == setup_py.ISAS.keys()
     monkeypatch.setattr(setup_py, "ISAS", setup_py.isas_of("x86_64"))
     for processor, expected in {
-        "avx512_amx avx512_bf16 avx512_vnni avx2_vnni avx2": {"avx512_amx", "avx512_bf16", "avx512_vnni", "portable"},
+        "avx512_amx avx512_bf16 avx512_vnni avx2_vnni avx2": {"avx512_amx", "avx512_bf16", "portable"},
         "avx512_bf16 avx512_vnni avx2": {"avx512_bf16", "avx512_vnni", "portable"},
         "avx2_vnni avx2": {"avx2_vnni", "avx2", "portable"},
         "": {"portable"},

@@ -136,19 +136,26 @@ def choose_isa(isas: Sequence[str], rates: Rates, wanted: Gemm = "auto") -> str:
     Raises ValueError if no set multiplies as `wanted`.
     """
     _require(isas, wanted)
-    chosen, *others = [isa for isa in isas if wanted in ("auto", gemm_of(isa))]
+    chosen, *others = [isa for isa in _candidates(isas) if wanted in ("auto", gemm_of(isa))]
     for other in others:
         if other in rates and chosen in rates and _is_faster(other, chosen, rates):
             chosen = other
     return chosen
 
 
+def _candidates(isas: Sequence[str]) -> Sequence[str]:
+    """Return the sets that may be chosen: not the portable one, which is never the fastest, beside others."""
+    return [isa for isa in isas if isa != "portable"] or isas
+
+
 def _require(isas: Sequence[str], wanted: Gemm) -> None:
-    possible = dict.fromkeys(gemm_of(isa) for isa in isas)
+    possible = dict.fromkeys(gemm_of(isa) for isa in _candidates(isas))
     if wanted not in ("auto", *possible):
+        # On a processor with tiles the set for it is not built by default.
+        hint = "; with NATIVE_ISAS=all the installation builds kernels for it" if wanted == "fma" else ""
         raise ValueError(
             f"cpu_gemm: {wanted!r} is not possible: the kernels and this processor have the instruction sets "
-            f"{', '.join(isas)}; possible are auto, {', '.join(possible)}")
+            f"{', '.join(isas)}; possible are auto, {', '.join(possible)}{hint}")
 
 
 def _is_faster(other: str, chosen: str, rates: Rates) -> bool:
@@ -158,12 +165,9 @@ def _is_faster(other: str, chosen: str, rates: Rates) -> bool:
 
 
 def measure_rates() -> dict[str, dict[str, float]]:
-    """Return the rates of one thread on every instruction set, in about 2 ms.
-
-    The portable set, which is never the fastest, is measured only if it is the only one.
-    """
+    """Return the rates of one thread on every instruction set that may be chosen, in about 2 ms."""
     lib = native.library()
-    measured = [(number, isa) for number, isa in enumerate(lib.isas) if isa != "portable"] or [(0, lib.isas[0])]
+    measured = [(lib.isas.index(isa), isa) for isa in _candidates(lib.isas)]
     done, seconds = torch.zeros(1, dtype=torch.int64), (ctypes.c_double * 1)()
     ops = {kind: lib.pack("peak", dtype, [done], [1, _ITERATIONS]) for kind, dtype in KINDS.items()}
     best = {isa: dict.fromkeys(KINDS, 0.0) for _, isa in measured}

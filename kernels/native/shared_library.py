@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,7 @@ class Library:
     """The loaded library.
 
     isas: instruction sets that both the library and the processor have, the widest first.
-    missing_isas: instruction sets of the processor's widest registers for which the library is not built.
+    missing_isas: instruction sets of the processor that come before all of the library.
     isa: index of the set in use.
     compact: True if bfloat16 weights are packed compact where their shape allows it (packed.py).
     threads: number of threads of a run, including the caller.
@@ -67,9 +68,7 @@ class Library:
         self._resolved: dict[tuple[str, torch.dtype], _ResolvedOp] = {}
         self.isas = _names(lib.npuserve_isa)
         processor = _names(lib.npuserve_processor_isa)
-        width = processor[0].partition("_")[0]
-        self.missing_isas = [
-            name for name in processor if name.partition("_")[0] == width and name not in self.isas]
+        self.missing_isas = list(itertools.takewhile(lambda name: name not in self.isas, processor))
         self.isa = 0
         self.compact = self.usually_compact
         self.threads = 1

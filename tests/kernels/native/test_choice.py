@@ -93,6 +93,12 @@ def test_choose_isa_unsupported_gemm_raises_with_possible_values() -> None:
         choose_isa(BOTH[1:], {}, "bf16")
 
 
+def test_choose_isa_never_takes_the_portable_set_beside_others() -> None:
+    """A build for a processor with tiles lacks the wide set that widens bfloat16; the portable one does so slowly."""
+    with pytest.raises(ValueError, match=r"possible are auto, amx, bf16; with NATIVE_ISAS=all .* builds kernels for it$"):
+        choose_isa(["avx512_amx", "avx512_bf16", "portable"], {}, "fma")
+
+
 @pytest.mark.parametrize(("plain", "compact", "expected"), [
     (1.0, 0.8, "compact"), (1.0, 1.0, "compact"), (0.96, 1.0, "compact"), (0.94, 1.0, "plain"), (1.0, 3.0, "plain")])
 def test_choose_form_by_times(plain: float, compact: float, expected: str) -> None:
