@@ -26,14 +26,19 @@ class AcceptanceRates:
 
     A request's rates have the server's as their prior: requests differ, and a new one is like the others.
 
+    age: weight of the earlier predictions of the other classes at each new one: those of a class that is seldom
+        predicted are old.
     num_recorded: predictions since the start.
     """
 
-    __slots__ = ("_first", "_generation", "_prior", "_right", "_total", "num_recorded")
+    __slots__ = ("_age", "_first", "_generation", "_prior", "_right", "_total", "num_recorded")
 
-    def __init__(self, prior: AcceptanceRates | None = None, first: Sequence[float] = FIRST_RATES) -> None:
+    def __init__(
+        self, prior: AcceptanceRates | None = None, first: Sequence[float] = FIRST_RATES, age: float = 1.0
+    ) -> None:
         self._prior = prior
         self._first = first
+        self._age: float = age if prior is None else prior._age
         self._right = [0.0] * NUM_CLASSES
         self._total = [0.0] * NUM_CLASSES
         self._generation: int = 0 if prior is None else prior._generation
@@ -42,11 +47,11 @@ class AcceptanceRates:
     def forget(self) -> None:
         """Let the next predictions count more than all before, also in rates whose prior this is."""
         self._generation += 1
-        self._reduce()
+        self._reduce(_KEPT)
 
-    def _reduce(self) -> None:
-        self._right = [_KEPT * right for right in self._right]
-        self._total = [_KEPT * total for total in self._total]
+    def _reduce(self, kept: float) -> None:
+        self._right = [kept * right for right in self._right]
+        self._total = [kept * total for total in self._total]
 
     def record(self, length: int, is_right: bool) -> None:
         """Count a prediction that followed from a match of `length` tokens, here and in the prior."""
@@ -54,7 +59,9 @@ class AcceptanceRates:
         self.num_recorded += 1
         if self._prior is not None and self._generation != self._prior._generation:
             self._generation = self._prior._generation
-            self._reduce()
+            self._reduce(_KEPT)
+        if self._age < 1.0:
+            self._reduce(self._age)
         self._right[place] = self._right[place] * _DECAY + is_right
         self._total[place] = self._total[place] * _DECAY + 1.0
         if self._prior is not None:

@@ -8,6 +8,8 @@ from npuserve.service.speculation.acceptance import NUM_CLASSES, AcceptanceRates
 
 FIRST_RATES_BY_DEPTH = (0.7, 0.65, *[0.6] * (NUM_CLASSES - 2))
 """Probability that the draft of each depth is right if those before it are, before anything was measured."""
+AGE_BY_DEPTH = 0.99
+"""Weight of earlier drafts of a depth at each new one of any: drafts that are deeper than usual are seldom measured."""
 
 
 class PredictedDrafts:

@@ -10,7 +10,7 @@ import numpy as np
 
 from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.head_switch import MIN_RATIO, HeadSwitch
-from npuserve.service.speculation.predicted_drafts import FIRST_RATES_BY_DEPTH
+from npuserve.service.speculation.predicted_drafts import AGE_BY_DEPTH, FIRST_RATES_BY_DEPTH
 from npuserve.service.speculation.shared_answers import SharedAnswers
 from npuserve.service.speculation.step_costs import Seconds, StepCosts
 
@@ -22,14 +22,14 @@ MAX_ROW_DRAFTS = 15
 """Most drafts of a row."""
 RATIO_WEIGHT = 0.3
 """Weight of the latest step in the expected speed."""
-MAX_LOSS = 0.01
+MAX_LOSS = 0.005
 """Share of the time that steps with drafts may lose."""
 MAX_BALANCE_STEPS = 20.0
 """Most gain that is kept against later losses, in overlapped steps, beside that for prompts (PROMPT_WEIGHT)."""
 PROMPT_WEIGHT = 0.001
 """Weight of the latest step in the head's seconds of recent prompts. As much gain is kept for later prompts, which the
 head computes before their answers can gain by it."""
-FIRST_BALANCE_STEPS = 3.0
+FIRST_BALANCE_STEPS = 2.0
 """Losses that are allowed before anything was gained."""
 MAX_DEBT_STEPS = 2.0
 """Losses beyond the balance at which the rows no longer wait. They wait again once the debt is paid."""
@@ -43,15 +43,15 @@ SHORT_PAUSE, LONG_PAUSE = 1, 16
 """Tokens between two failed searches."""
 SHARE_SECONDS = 2.0
 """Seconds over which the share is averaged."""
-PROBE_STEPS = 64
-"""Waiting steps with fewer predicted drafts than `depth`, after which one has all, so that their acceptance is
-known."""
+MIN_PROBE_STEPS, MAX_PROBE_STEPS = 2, 64
+"""Waiting steps with fewer predicted drafts than `depth`, after which one computes all that are possible, so that their
+acceptance and seconds are known: after the first such step, and at most. They double each time."""
 DEPTH_STEPS = 16
 """Waiting steps after which one draft less is predicted, if fewer are computed."""
 MAX_HEAD_SHARE = 0.8
 """Largest share of a step's seconds for its head. The host may collect a step late and the next one in time, so that
 the seconds between both are fewer than those of the head on the device."""
-FIRST_TRIAL_STEPS = 4.0
+FIRST_TRIAL_STEPS = 1.0
 """Losses that are allowed for the first trial of the head, in overlapped steps."""
 
 
@@ -119,7 +119,7 @@ class Speculator:
         self.waits = mode != "auto"
         self.shared = SharedAnswers()
         self.rates = AcceptanceRates()
-        self.predicted_rates = AcceptanceRates(first=FIRST_RATES_BY_DEPTH)
+        self.predicted_rates = AcceptanceRates(first=FIRST_RATES_BY_DEPTH, age=AGE_BY_DEPTH)
         self.costs = StepCosts()
         self.expected_ratio = 1.0
         self.drafting_seconds = 0.0
@@ -132,6 +132,8 @@ class Speculator:
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
         self.head = HeadSwitch(self.predicted_rates) if mode == "auto" and depth else None
         self._unpredicted = 0  # waiting steps since the head drafted as many tokens as it can
+        self._probe_steps = 0  # such steps before the next one
+        self._is_probe = False  # the next step whose head drafted as many tokens as it can computes them all
         self._used_depth = float(depth)  # most predicted drafts of a row in recent waiting steps
         self._share_seconds = 0.0  # recent seconds of steps, and of drafting
         self._share_drafting = 0.0
@@ -166,6 +168,11 @@ class Speculator:
             predicted = (drafter.num_predicted(count) if self.drafts_of_head else 0
                          for (drafter, _, _), count in zip(candidates, counts, strict=True))
             self._used_depth = max(self._used_depth - 1 / DEPTH_STEPS, *predicted, 1)
+            if self._is_probe and self.drafts_of_head:
+                possible = self._predicted_drafts(candidates, budget)
+                if max(possible) == self.depth:
+                    counts = possible
+                    self._is_probe = False
             self._waiting += 1
             if self._waiting >= MAX_WAITING:
                 self._stop_waiting()
@@ -275,11 +282,13 @@ class Speculator:
         if not self.waits:
             return int(self.head.is_on_trial)
         depth = math.ceil(self._used_depth)
-        if depth < self.depth and self._unpredicted < PROBE_STEPS:
-            self._unpredicted += 1
-            return depth
-        self._unpredicted = 0
-        return self.depth
+        if depth < self.depth and self._unpredicted >= self._probe_steps:
+            self._is_probe = True
+            self._probe_steps = min(max(2 * self._probe_steps, MIN_PROBE_STEPS), MAX_PROBE_STEPS)
+            self._unpredicted = 0
+            return self.depth
+        self._unpredicted += depth < self.depth
+        return depth
 
     def add_drafting(self, seconds: float) -> None:
         """Record the time of searches and choices."""
@@ -321,20 +330,22 @@ class Speculator:
         return choice.counts
 
     def _first_depth(self, rows: int) -> int:
-        """Return the number of drafts of the head after each row when rows begin to wait.
-
-        All possible ones, if the balance allows for their time until fewer are drafted: so their acceptance is known.
-        Otherwise the number with the most tokens a second, if all rows have as many.
-        """
-        if self.head is None or not self.head.is_on:
+        """Return the number of drafts of the head with the most tokens a second, if all rows have as many."""
+        if self.head is None:
             return self.depth
-        costs = self.head.costs.seconds_by_depth(self.depth)
         gains = np.cumprod([self.predicted_rates.rate(depth + 1) for depth in range(self.depth)])
         computed = rows * np.arange(2.0, self.depth + 2)
-        seconds = self.costs.waiting_seconds_of(computed) + np.array(costs[1:])
-        best = 1 + int(((1.0 + np.cumsum(gains)) / seconds).argmax())
-        cost = DEPTH_STEPS * sum(costs[depth] - costs[best] for depth in range(best + 1, self.depth + 1))
-        return self.depth if (self._balance or 0.0) >= cost else best
+        seconds = self.costs.waiting_seconds_of(computed) + np.array(self.head.costs.seconds_by_depth(self.depth)[1:])
+        return 1 + int(((1.0 + np.cumsum(gains)) / seconds).argmax())
+
+    def _predicted_drafts(self, candidates: Sequence[Candidate], budget: int) -> list[int]:
+        """Return the number of all predicted drafts of each candidate, within the limits."""
+        counts: list[int] = []
+        for drafter, limit, _ in candidates:
+            most = drafter.num_predicted(min(limit, self.depth, budget))
+            counts.append(len(drafter.gains(most)))
+            budget -= counts[-1]
+        return counts
 
     def _stop_waiting(self) -> None:
         self.waits = False

@@ -8,7 +8,7 @@ from npuserve.service.speculation.acceptance import AcceptanceRates
 from npuserve.service.speculation.drafter import Drafter
 from npuserve.service.speculation.predicted_drafts import FIRST_RATES_BY_DEPTH, PredictedDrafts
 from npuserve.service.speculation.request_drafter import RequestDrafter
-from npuserve.service.speculation.speculator import PROBE_STEPS, Mode, Speculator
+from npuserve.service.speculation.speculator import MAX_PROBE_STEPS, Mode, Speculator
 
 
 def head(depth: int = 3) -> PredictedDrafts:
@@ -100,8 +100,8 @@ def test_predicted_drafts_are_few_while_rows_wait_for_none() -> None:
     speculator.waits = True
     assert {speculator.head_depth() for _ in range(100)} == {2}
     speculator._used_depth = 1.0
-    depths = [speculator.head_depth() for _ in range(10 * (PROBE_STEPS + 1))]
-    assert depths.count(2) == 10
-    assert depths.count(1) == 10 * PROBE_STEPS
+    depths = [speculator.head_depth() for _ in range(9 + 10 * (MAX_PROBE_STEPS + 1))]
+    assert [step for step, depth in enumerate(depths) if depth == 2][:5] == [0, 3, 8, 17, 34]  # rarer and rarer
+    assert depths[200:].count(2) == len(depths[200:]) // (MAX_PROBE_STEPS + 1)
     speculator.head.stop()
     assert speculator.head_depth() is None
