@@ -43,7 +43,9 @@ LEFT_OUT = {"avx512_amx": _ROWS, "avx2_vnni": (*_ROWS, "rowwise.cpp", "attention
 """Instruction set -> sources that are not compiled for it, since its table has the kernels of a narrower set
 (runtime/isa.cpp)."""
 NARROWER = {"avx512_amx": "avx512_bf16", "avx2_vnni": "avx2"}
-"""Instruction set -> set whose kernels its table has, too."""
+"""Instruction set -> set whose kernels its table has, too. Where that set has no table, only those are compiled."""
+IN_BOTH = {"avx512_amx": ("attention.cpp",)}
+"""Instruction set -> sources of which its table has kernels that are compiled for it, and others for the narrower."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wno-psabi",
          "-Wno-unknown-pragmas", "-pthread")
@@ -197,7 +199,7 @@ def wanted_isas(compiler: list[str]) -> set[str]:
     names = set(setting.replace(",", " ").split()) or fastest(processor_isas(compiler))
     if unknown := sorted(names - ISAS.keys()):
         raise SystemExit(f"NATIVE_ISAS: {', '.join(unknown)}: not all, and not among {', '.join(ISAS)}")
-    return {*names, *(NARROWER[name] for name in names & NARROWER.keys()), list(ISAS)[-1]}
+    return {*names, list(ISAS)[-1]}
 
 
 def prerequisites(rule: str) -> list[Path]:
@@ -225,6 +227,9 @@ def compile_objects(
         if file.name not in ONCE:
             units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()
                       if file.name not in LEFT_OUT.get(name, ())]
+            units += [(file, [f"-DNPUSERVE_ISA={narrower}", *ISAS[narrower]]) for name, narrower in NARROWER.items()
+                      if name in isas and narrower not in isas
+                      and file.name in (*LEFT_OUT[name], *IN_BOTH.get(name, ()))]
     kept = Path(os.environ.get("NATIVE_OBJECTS") or into)
     version = run([*compiler, "--version"])
 

@@ -151,8 +151,8 @@ def _candidates(isas: Sequence[str]) -> Sequence[str]:
 def _require(isas: Sequence[str], wanted: Gemm) -> None:
     possible = dict.fromkeys(gemm_of(isa) for isa in _candidates(isas))
     if wanted not in ("auto", *possible):
-        # On a processor with tiles the set for it is not built by default.
-        hint = "; with NATIVE_ISAS=all the installation builds kernels for it" if wanted == "fma" else ""
+        # On a processor with tiles the sets for others are not built by default.
+        hint = "; with NATIVE_ISAS=all the installation builds kernels for more" if AMX_ISA in isas else ""
         raise ValueError(
             f"cpu_gemm: {wanted!r} is not possible: the kernels and this processor have the instruction sets "
             f"{', '.join(isas)}; possible are auto, {', '.join(possible)}{hint}")
