@@ -37,8 +37,9 @@ has the blocks, and learn one step late how many are valid. Attention whose leng
 Ascend, cannot do so.
 
 With `auto` the head drafts while rows wait, as deep as recent steps have computed drafts, since each draft reads the LM
-head. Soon at first, later in one of MAX_PROBE_STEPS steps, it drafts `depth` tokens and the next step computes them all,
-to measure their acceptance and seconds: on some machines 32 tokens take as long as 17. Its seconds are measured by depth (`StepResult.head_seconds`), and are no part of the table of step costs.
+head. Soon at first, later in one of MAX_PROBE_STEPS steps, it drafts `depth` tokens, and the next step computes them
+all to measure their acceptance and seconds: on some machines 32 tokens take as long as 17. Its seconds are measured by
+depth (`StepResult.head_seconds`), and are no part of the table of step costs.
 
 A head that drafts nothing takes time too, for its KV cache. So with `auto` it is stopped where the best choice of
 drafts with it is no faster than the best one without, its own seconds counted (head_switch.py). It is stopped for all
