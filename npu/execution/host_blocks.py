@@ -123,7 +123,7 @@ class HostBlocks:
     fixed: tensors [slots, ...] of fixed state; the bytes of one state are tensor[slot] of all of them.
     num_early: see `HostSlots`; the blocks of the longest prompt, which may evict as many in one plan.
 
-    layout: text that is equal for equal layouts of the bytes of a block.
+    layout: text that is equal for equal layouts of the bytes of a block and of the parts of a fixed state.
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class HostBlocks:
         self._copies = backend.side_copies()
         self._paged = [tensor.flatten(1).view(torch.uint8) for tensor in paged]
         self._fixed = [tensor.flatten(1).view(torch.uint8) for tensor in fixed]
-        self.layout = repr([(str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in paged])
+        self.layout = repr([
+            [(str(tensor.dtype), tuple(tensor.shape[1:])) for tensor in tensors] for tensors in (paged, fixed)])
         self._sizes = [tensor.shape[1] for tensor in self._paged]
         self.block_bytes = sum(self._sizes)
         self._parts = _state_parts([tensor.shape[1] for tensor in self._fixed], self.block_bytes)

@@ -68,7 +68,7 @@ def _store_counts(tier: HostTier | None) -> tuple[int, ...]:
     store = tier.store if tier is not None else None
     if tier is None or store is None:
         return (0,) * (5 + len(FAILURES))
-    return (store.queries, store.num_loaded * store.block_size, store.num_saved * tier.block_bytes,
+    return (store.queries, store.hits, store.num_saved * tier.block_bytes,
             store.num_loaded * tier.block_bytes, store.num_retried,
             *(store.connector.failures[reason] for reason in FAILURES))
 

@@ -236,7 +236,7 @@ def tier_of(args: EngineArgs, runner: Runner, kv_log: KvEventLog | None) -> tupl
         return None, None
     folders = [folder for folder in (args.folder, draft_folder(args.config)) if folder]
     opened = open_store(args.config, folders, runner, host, is_first=args.epoch == 1)
-    store = StoreTier(opened.client, host, opened.max_saves, runner.block_size) if opened else None
+    store = StoreTier(opened.client, host, opened.max_saves) if opened else None
     return HostTier(host.describe(), host.take_ended_loads, kv_log, store), opened.root_key if opened else None
 
 

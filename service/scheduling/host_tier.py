@@ -15,13 +15,12 @@ back stays in host memory, so that it is not copied again at its next eviction. 
 used block or state is forgotten. One whose checksum differs is forgotten too, and computed again.
 
 A step saves to at most `max_saves` slots. Blocks that are evicted beyond them are lost, the first ones first: a prefix
-is evicted from its end, and is of no use without its beginning. A long prompt evicts more blocks than one step saves.
-Blocks are therefore saved before their eviction, `max_early_saves` in a step, until fewer than as many of the next
-`num_early` blocks that the block manager will give away are neither free nor saved.
+is evicted from its end, and is of no use without its beginning. Some blocks are therefore saved before their eviction
+(early_saves.py).
 
-With a store (store_tier.py) all cached blocks are saved early, also in steps without rows, and from host memory to the
-store. They are saved no faster than the store takes them: of blocks that it does not take, the first ones of a prefix
-would be lost, since they are the last to be saved.
+With a store (store_tier.py) all cached blocks and their states are saved early, also in steps without rows, and from
+host memory to the store. They are saved no faster than the store takes them: of blocks that it does not take, the first
+ones of a prefix would be lost, since they are the last to be saved.
 
 The interface to block manager and scheduler is that of a connector: `save`, `find`, `begin_load`, and `end_loads` for
 what has ended. The index ends with the engine's process, as the memory does.
@@ -37,15 +36,9 @@ from typing import NamedTuple, Protocol
 
 from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
-from npuserve.service.scheduling.state_slots import StateSlots
+from npuserve.service.scheduling.early_saves import EarlySaves
+from npuserve.service.scheduling.state_slots import StateSlots, state_key
 from npuserve.service.scheduling.store_tier import StoreTier
-
-_STATE = b"state"
-
-
-def state_key(digest: bytes) -> bytes:
-    """Return the key of the fixed state after a block. The key of the block is its digest."""
-    return _STATE + digest
 
 
 class HostEvents(Protocol):
@@ -89,6 +82,7 @@ class HostTier:
 
     num_saved, num_loaded: slots that were copied to host memory and from it, since the start.
     num_corrupt: blocks and states whose checksums differed, since the start.
+    state_parts: number of slots of a state; 0 for a model without.
     num_dropped: evicted blocks and states that were not saved, for want of slots or because of `max_saves`, since the
         start.
     queries, hits: prompt tokens that the device's cache lacked at the first admission, and those of them that were
@@ -110,16 +104,12 @@ class HostTier:
         self.store = store
         self._take_ended = take_ended
         self._events = events
-        self._state_parts = host.state_parts
+        self.state_parts = host.state_parts
         self._slots: OrderedDict[bytes, list[int]] = OrderedDict()  # by key, the least recently used first
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._reading: Counter[int] = Counter()  # slots that loads read, which no save may overwrite
         self._max_saves = self.num_slots if host.max_saves is None else host.max_saves
-        self._num_early = min(host.num_early, self.num_slots // 2)
-        self._max_early_saves = host.max_early_saves
-        self._has_early_saves = False  # blocks wait for an early save to host memory, and from there to the store
-        self._num_checked = 0  # of the blocks that are evicted next, those that need no early save
-        self._num_uncached = 0  # of the block manager when they were counted
+        self._early = EarlySaves(host, self._max_saves, has_store=store is not None)
         self._loads: dict[int, _Load] = {}  # in progress, the oldest first
         self._load_of: dict[bytes, int] = {}  # key -> the load in progress that contains it
         self._ids = itertools.count()
@@ -136,7 +126,7 @@ class HostTier:
     @property
     def has_loads(self) -> bool:
         """True until all loads have ended, and the store needs no `poll` soon."""
-        return bool(self._loads) or (self.store is not None and (self.store.is_busy or self._has_early_saves))
+        return bool(self._loads) or (self.store is not None and (self.store.is_busy or self._early.has_waiting))
 
     @property
     def has_new_loads(self) -> bool:
@@ -160,15 +150,15 @@ class HostTier:
 
     def save(self, digest: bytes, block: int) -> None:
         """Keep a block that is evicted. The next step copies it first, unless host memory has it already."""
-        if not self._keep(digest, block):
+        if not self.keep(digest, block):
             self.num_dropped += 1
 
     def save_state(self, digest: bytes, slot: int) -> None:
         """Keep the fixed state in a slot of the device, which is evicted, as `save` keeps a block."""
-        if not self._keep(state_key(digest), slot, self._state_parts):
+        if not self.keep(state_key(digest), slot, self.state_parts):
             self.num_dropped += 1
 
-    def _keep(self, key: bytes, index: int, num_parts: int = 0) -> bool:
+    def keep(self, key: bytes, index: int, num_parts: int = 0) -> bool:
         """Plan a save unless host memory has the block or state. Return False if slots are lacking.
 
         index: of the block, or of the state's slot on the device.
@@ -200,32 +190,9 @@ class HostTier:
         self.forget(key)
         return True
 
-    def _save_early(self, blocks: BlockManager) -> None:
-        """Save some of the blocks that will be evicted next, once there are as many to save as one step may save."""
-        counts = blocks.counts
-        num_next = min(self._num_early - counts.free, counts.cached) if self.store is None else counts.cached
-        num_uncached = blocks.num_uncached
-        self._num_checked = max(0, self._num_checked - (num_uncached - self._num_uncached))
-        self._num_uncached = num_uncached
-        self._has_early_saves = False
-        if num_next - self._num_checked < (self._max_early_saves if self.store is None else 1):
-            return
-        left = min(self._max_early_saves, self._max_saves - self._num_new)
-        if self.store is not None:
-            left = max(0, min(left, self.store.limit_saves(left + self._num_new) - self._num_new))
-        for place, digest, block in blocks.next_evicted(self._num_checked, num_next):
-            if digest in self._slots:
-                continue
-            if not left or not self._keep(digest, block):
-                self._num_checked = place
-                self._has_early_saves = not left
-                return
-            left -= 1
-        self._num_checked = num_next
-
-    def has(self, digest: bytes) -> bool:
-        """Return whether host memory has a block."""
-        return digest in self._slots
+    def has(self, key: bytes) -> bool:
+        """Return whether host memory has a block or state. The key of a block is its digest."""
+        return key in self._slots
 
     def has_state(self, digest: bytes) -> bool:
         """Return whether host memory has the fixed state after a block."""
@@ -283,13 +250,17 @@ class HostTier:
         self._new_loads.append(HostLoad(load_id, copies))
         return load_id
 
-    def take_copies(self, blocks: BlockManager) -> tuple[list[HostCopy], list[HostLoad]]:
+    def take_copies(
+        self, blocks: BlockManager, states: StateSlots | None = None
+    ) -> tuple[list[HostCopy], list[HostLoad]]:
         """Return the saves and loads that the next step carries."""
-        self._save_early(blocks)
+        num_free = self._max_saves - self._num_new
+        num_wanted = num_free if self.store is None else self.store.limit_saves(self._max_saves) - self._num_new
+        self._early.plan(self, blocks, states, num_free, num_wanted)
         saves = list(itertools.chain.from_iterable(self._new_saves.values()))
         if self.store is not None:
-            for digest, copies in self._new_saves.items():
-                self.store.save(self, digest, copies[0].slot)
+            for key, copies in self._new_saves.items():
+                self.store.save(self, key, [copy.slot for copy in copies])
         loads = self._new_loads
         self.num_saved += len(saves)
         self._new_saves = {}
@@ -345,9 +316,7 @@ class HostTier:
             is_known = self._slots.get(key) == slots
             num_intact -= len(slots)
             if num_intact < 0:
-                if is_known:
-                    self.num_corrupt += 1
-                    self.forget(key)
+                self.forget_corrupt(key, slots)
                 break
             is_whole = is_whole and is_known
             num_kept += is_whole
@@ -368,6 +337,12 @@ class HostTier:
         if self._events is not None:
             self._events.forgotten(key)
 
+    def forget_corrupt(self, key: bytes, slots: list[int]) -> None:
+        """Forget a block or state whose checksum differs. Nothing if it was forgotten since."""
+        if self._slots.get(key) == slots:
+            self.num_corrupt += 1
+            self.forget(key)
+
     def clear(self) -> None:
         """Forget all blocks and states, also those that are being loaded. Not between the plan of a load and
         `take_copies`."""
@@ -387,10 +362,10 @@ class HostTier:
         self._reading.update(slots)
 
     def reserve(self, count: int, is_busy: Callable[[int], bool]) -> list[int]:
-        """Return at most `count` slots, which are held, for blocks from the store. Forgets the least recently used.
+        """Return at most `count` slots, which are held, for what comes from the store. Forgets the least recently used.
 
         is_busy: returns whether a copy to a slot is in progress, as of a block that was forgotten. It would overwrite
-            the block from the store.
+            what comes from the store.
         """
         while len(self._free) < count and self._forget_oldest(self._slots):
             pass
@@ -403,23 +378,23 @@ class HostTier:
         self.hold(slots)
         return slots
 
-    def touch(self, digests: Sequence[bytes]) -> None:
-        """Make blocks in host memory the most recently used ones, the last of them the first to be forgotten."""
-        for digest in reversed(digests):
-            self._slots.move_to_end(digest)
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Make blocks and states in host memory the most recently used ones, the last of them the first to be
+        forgotten."""
+        for key in reversed(keys):
+            self._slots.move_to_end(key)
 
-    def enter(self, digest: bytes, slot: int) -> None:
-        """Enter a block that the store has brought into a held slot, unless host memory has it."""
-        self._slots.setdefault(digest, [slot])
+    def enter(self, key: bytes, slots: list[int]) -> None:
+        """Enter a block or state that the store has brought into held slots, unless host memory has it."""
+        self._slots.setdefault(key, slots)
 
-    def slot_of(self, digest: bytes) -> int | None:
-        """Return the slot of a block; None without one, or if no step carries its save yet."""
-        slots = self._slots.get(digest)
-        return None if slots is None or digest in self._new_saves else slots[0]
+    def slots_of(self, key: bytes) -> list[int] | None:
+        """Return the slots of a block or state; None without one, or if no step carries its save yet."""
+        return None if key in self._new_saves else self._slots.get(key)
 
-    def release(self, digest: bytes, slot: int) -> None:
-        """End a `hold`. The slot is free then if it does not hold the block."""
-        self._release({digest: [slot]})
+    def release(self, key: bytes, slots: list[int]) -> None:
+        """End a `hold`. The slots are free then if they do not hold this block or state."""
+        self._release({key: slots})
 
     def _release(self, slots_by_key: dict[bytes, list[int]]) -> None:
         """End the reading of slots. Those whose blocks and states were forgotten are free then."""

@@ -79,4 +79,4 @@ class LoadWaits:
         unless there is a store."""
         if self._tier is None or not (has_rows or self._tier.has_new_loads or self._tier.saves_without_rows):
             return [], []
-        return self._tier.take_copies(self._memory.blocks)
+        return self._tier.take_copies(self._memory.blocks, self._memory.slots)

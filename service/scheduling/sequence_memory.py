@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import checkpoint_positions
-from npuserve.service.scheduling.host_tier import HostTier, state_key
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.sequence import Sequence
-from npuserve.service.scheduling.state_slots import StateSlots
+from npuserve.service.scheduling.state_slots import StateSlots, state_key
+from npuserve.service.scheduling.store_tier import PrefixEnd, Wanted
 
 MAX_LOADS = 3
 """Maximum number of loads that one request begins before its admission. More than one are needed only if blocks that
@@ -36,19 +37,22 @@ class LoadWait(NamedTuple):
     num_found_tokens: int
 
 
-class _HostPrefix(NamedTuple):
-    """Prefix of a waiting request that ends in host memory.
+class _LocalPrefix(NamedTuple):
+    """What the device and host memory have of the prefix of a waiting request.
 
+    digests: of all blocks that the request can share.
+    cached: cached blocks at its beginning.
+    num_found: number of these, and of the blocks behind them that host memory has.
     num_usable: number of its first blocks that are cached, for a model with fixed state up to the last checkpoint.
-    prefix: cached blocks at its beginning.
-    digests: of the blocks behind them, which host memory has.
-    state: digest of the last block if host memory alone has the state after it; b"" otherwise.
+    num_loadable: number of its first blocks that can be used after a load: `num_found`, for a model with fixed state up
+        to the last state that the device or host memory has.
     """
 
-    num_usable: int
-    prefix: list[int]
     digests: list[bytes]
-    state: bytes
+    cached: list[int]
+    num_found: int
+    num_usable: int
+    num_loadable: int
 
 
 class SequenceMemory:
@@ -96,25 +100,43 @@ class SequenceMemory:
         tier = self.tier
         if tier is None or tier.store is None or sequence.num_fetches >= MAX_FETCHES or sequence.blocks.scope:
             return None
-        if not sequence.uses_prefix_cache:
+        if (local := self._find_local(tier, sequence)) is None:
             return None
-        blocks = self.blocks
-        num_cached = len(blocks.find_prefix(sequence.blocks, sequence.token_ids))
-        max_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
-        digests = blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)
-        found = tier.find(digests[num_cached:])
-        num_found = num_cached + len(found)
-        if num_found == len(digests):
+        wanted = self._wanted(tier, local)
+        if not wanted.ends:
             return None
         sequence.num_fetches += 1
-        call = tier.store.fetch_of(digests[num_found])
+        call = tier.store.fetch_of([*wanted.blocks[:1], *wanted.states])
         if call is None:
             sequence.num_fetches = MAX_FETCHES
             call = tier.next_id()
-            if not tier.store.begin_fetch(call, digests[num_found:]):
+            if not tier.store.begin_fetch(tier, call, wanted):
                 return None
-        tier.touch(found)  # what the fetch brings needs the blocks before it
-        return LoadWait(call, num_cached * blocks.block_size, num_found * blocks.block_size)
+        tier.touch(self._keys_in_host(tier, local))  # what the fetch brings needs them
+        size = self.blocks.block_size
+        return LoadWait(call, local.num_usable * size, local.num_loadable * size)
+
+    def _wanted(self, tier: HostTier, local: _LocalPrefix) -> Wanted:
+        """Return what a request lacks. A state is not worth its copy for fewer tokens than checkpoints are apart."""
+        size = self.blocks.block_size
+        digests, _, num_found, _, num_loadable = local
+        first = num_loadable + 1
+        if self.slots is not None:
+            first = num_loadable + max(1, -(-self.slots.spacing.expected // size))
+        ends: list[PrefixEnd] = []
+        for count in range(first, len(digests) + 1):
+            digest = digests[count - 1]
+            has_state = self.slots is None or self.slots.has(digest) or tier.has_state(digest)
+            ends.append(PrefixEnd(
+                max(0, count - num_found), (count - num_loadable) * size, b"" if has_state else state_key(digest)))
+        return Wanted(digests[num_found:], ends, is_whole=self.slots is not None)
+
+    def _keys_in_host(self, tier: HostTier, local: _LocalPrefix) -> list[bytes]:
+        """Return the keys of the blocks behind the cached ones, and of the states, that host memory has."""
+        keys = local.digests[len(local.cached) : local.num_found]
+        if self.slots is not None:
+            keys += [state_key(digest) for digest in local.digests if tier.has_state(digest)]
+        return keys
 
     def join_load(self, sequence: Sequence, spare: int) -> LoadWait | None:
         """Begin the load of what a waiting request's cached prefix lacks and host memory has, or join one.
@@ -128,51 +150,56 @@ class SequenceMemory:
         for the request, or if the request has begun MAX_LOADS before.
         """
         tier = self.tier
-        if tier is None or not sequence.uses_prefix_cache or (found := self._find_in_host(tier, sequence)) is None:
+        if tier is None or (local := self._find_local(tier, sequence)) is None:
+            return None
+        num_blocks = local.num_loadable
+        if num_blocks == local.num_usable:
             return None
         blocks = self.blocks
-        num_blocks = len(found.prefix) + len(found.digests)
-        load_id = tier.load_of([*found.digests, state_key(found.state)] if found.state else found.digests)
+        prefix = local.cached[:num_blocks]
+        digests = local.digests[len(prefix) : num_blocks]
+        state = b""
+        if self.slots is not None and not self.slots.has(local.digests[num_blocks - 1]):
+            state = local.digests[num_blocks - 1]
+        load_id = tier.load_of([*digests, state_key(state)] if state else digests)
         if load_id is None:
             if sequence.num_loads == MAX_LOADS:
                 return None
-            if blocks.shortage(sequence.blocks, sequence.num_tokens, found.prefix, spare) > 0:
+            if blocks.shortage(sequence.blocks, sequence.num_tokens, prefix, spare) > 0:
                 return None
-            if found.state and self.slots is not None and self.slots.num_available < 2 + _has_spare(sequence):
+            if state and self.slots is not None and self.slots.num_available < 2 + _has_spare(sequence):
                 return None
             if tier.num_blocks_of_loads + num_blocks > blocks.num_blocks // MAX_LOADING_SHARE:
                 load_id = tier.oldest_load
         if load_id is None:
             table = BlockTable(sequence.request.cache_salt, sequence.blocks.scope)
             token_ids = sequence.token_ids[: num_blocks * blocks.block_size]
-            load_id = tier.begin_load(
-                blocks, table, token_ids, found.prefix, found.digests, spare, self.slots, found.state)
+            load_id = tier.begin_load(blocks, table, token_ids, prefix, digests, spare, self.slots, state)
             if load_id is None:
                 return None
             sequence.num_loads += 1
-        return LoadWait(load_id, found.num_usable * blocks.block_size, num_blocks * blocks.block_size)
+        return LoadWait(load_id, local.num_usable * blocks.block_size, num_blocks * blocks.block_size)
 
-    def _find_in_host(self, tier: HostTier, sequence: Sequence) -> _HostPrefix | None:
-        """Return the longest prefix of a request that continues in host memory behind what is cached; None if none
-        does."""
+    def _find_local(self, tier: HostTier, sequence: Sequence) -> _LocalPrefix | None:
+        """Return what the device and host memory have of a request's prefix; None if the request cannot use any."""
+        if not sequence.uses_prefix_cache:
+            return None
         blocks = self.blocks
-        prefix = blocks.find_prefix(sequence.blocks, sequence.token_ids)
+        cached = blocks.find_prefix(sequence.blocks, sequence.token_ids)
         max_blocks = (len(sequence.token_ids) - 1) // blocks.block_size
-        all_digests = blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)
-        digests = tier.find(all_digests[len(prefix) :])
+        digests = blocks.digests(sequence.blocks, sequence.token_ids, max_blocks)
+        num_found = len(cached) + len(tier.find(digests[len(cached) :]))
         if self.slots is None:
-            return _HostPrefix(len(prefix), prefix, digests, b"") if digests else None
+            return _LocalPrefix(digests, cached, num_found, len(cached), num_found)
         has_spare = _has_spare(sequence)
         if not self.slots.can_continue(has_spare=has_spare):
             return None
-        num_usable, _ = self.slots.find(all_digests[: len(prefix)], has_spare=has_spare)
-        for count in range(len(prefix) + len(digests), num_usable, -1):
-            digest = all_digests[count - 1]
-            is_cached = self.slots.has(digest)
-            if is_cached or tier.has_state(digest):
-                return _HostPrefix(
-                    num_usable, prefix[:count], all_digests[len(prefix) : count], b"" if is_cached else digest)
-        return None
+        num_usable, _ = self.slots.find(digests[: len(cached)], has_spare=has_spare)
+        num_loadable = num_found
+        while num_loadable > num_usable and not (
+                self.slots.has(digests[num_loadable - 1]) or tier.has_state(digests[num_loadable - 1])):
+            num_loadable -= 1
+        return _LocalPrefix(digests, cached, num_found, num_usable, num_loadable)
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return the number of tokens of a waiting request's cached prefix that it can use."""

@@ -38,6 +38,12 @@ from npuserve.service.scheduling.block_manager import BlockManager, IntegrityErr
 from npuserve.service.scheduling.checkpoints import DEFAULT_SPACING, Spacing
 
 NO_SLOT = -1
+_STATE = b"state"
+
+
+def state_key(digest: bytes) -> bytes:
+    """Return the key of the fixed state after a block. The key of the block is its digest."""
+    return _STATE + digest
 
 
 @dataclass(slots=True)
@@ -377,6 +383,12 @@ class StateSlots:
     def has(self, digest: bytes) -> bool:
         """Return whether the state after a block is a checkpoint."""
         return digest in self._checkpoints
+
+    def expected_slot(self, digest: bytes) -> int:
+        """Return the slot of the checkpoint after a block; NO_SLOT if there is none that other requests are likely to
+        continue."""
+        checkpoint = self._checkpoints.get(digest)
+        return checkpoint.slot if checkpoint is not None and checkpoint.is_expected else NO_SLOT
 
     def clear(self) -> None:
         """Forget the checkpoints that no row will read."""

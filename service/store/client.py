@@ -46,7 +46,8 @@ MAX_WAIT_SHARE = 0.5
 LOAD_SHARE = 0.75
 """Share of the time that a load has left, after which the process reads no further value, so that it need not be
 killed."""
-REASONS = {messages.CORRUPT: "corrupt", messages.FULL: "full", messages.ERROR: "error", messages.LATE: "timeout"}
+REASONS = {messages.MISSING: "lost", messages.CORRUPT: "corrupt", messages.FULL: "full", messages.ERROR: "error",
+           messages.LATE: "timeout"}
 
 
 class _Broken(Exception):
@@ -101,15 +102,15 @@ class StoreClient:
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
-    def lookup(self, call: int, digests: Sequence[bytes]) -> bool:
-        return self._add(self._asks, MAX_ASKS, _Waiting(call, Lookup(list(digests)), self._deadline()))
+    def lookup(self, call: int, keys: Sequence[bytes]) -> bool:
+        return self._add(self._asks, MAX_ASKS, _Waiting(call, Lookup(list(keys)), self._deadline()))
 
-    def load(self, call: int, digests: Sequence[bytes], slots: Sequence[int]) -> bool:
-        load = Load(list(digests), self._seconds)
+    def load(self, call: int, keys: Sequence[bytes], slots: Sequence[int], *, is_whole: bool) -> bool:
+        load = Load(list(keys), self._seconds, is_whole)
         return self._add(self._asks, MAX_ASKS, _Waiting(call, load, self._deadline(), slots))
 
-    def save(self, call: int, digest: bytes, slot: int) -> bool:
-        return self._add(self._saves, self._max_saves, _Waiting(call, Save(digest), 0.0, [slot]))
+    def save(self, call: int, key: bytes, slot: int) -> bool:
+        return self._add(self._saves, self._max_saves, _Waiting(call, Save(key), 0.0, [slot]))
 
     def clear(self) -> None:
         with self._changed:
@@ -144,8 +145,8 @@ class StoreClient:
             self._changed.notify()
         return True
 
-    def _end(self, waiting: _Waiting, count: int) -> None:
-        self._results.append(StoreResult(waiting.id, count))
+    def _end(self, waiting: _Waiting, num_values: int, present: bytes = b"") -> None:
+        self._results.append(StoreResult(waiting.id, num_values, present))
 
     def _drop_all(self) -> None:
         """End the calls that wait without success. The caller holds the lock."""
@@ -192,31 +193,32 @@ class StoreClient:
                 with self._changed:
                     self._must_clear = False
             return
-        count = 0
+        num_values = 0
+        present = b""
         try:
             match waiting.call:
-                case Lookup(digests=digests):
-                    count = self._lookup(waiting, len(digests))
-                case Load(digests=digests):
-                    count = self._load(waiting, digests)
+                case Lookup():
+                    present = self._lookup(waiting, len(waiting.call.keys))
+                case Load():
+                    num_values = self._load(waiting, waiting.call)
                 case Save():
-                    count = self._save(waiting)
+                    num_values = self._save(waiting)
         finally:
-            self._end(waiting, count)
+            self._end(waiting, num_values, present)
 
-    def _lookup(self, waiting: _Waiting, num_digests: int) -> int:
+    def _lookup(self, waiting: _Waiting, num_keys: int) -> bytes:
         if self._is_late(waiting):
-            return 0
+            return b""
         self._send(waiting.call, waiting.deadline)
         if not self._check(self._receive(1, waiting.deadline)):
-            return 0
-        count = messages.LENGTH.unpack(self._receive(messages.LENGTH.size, waiting.deadline))[0]
-        return min(int(count), num_digests)
+            return b""
+        return self._receive(num_keys, waiting.deadline)
 
-    def _load(self, waiting: _Waiting, digests: list[bytes]) -> int:
+    def _load(self, waiting: _Waiting, load: Load) -> int:
         if self._is_late(waiting):
             return 0
-        self._send(Load(digests, LOAD_SHARE * (waiting.deadline - time.monotonic())), waiting.deadline)
+        seconds = LOAD_SHARE * (waiting.deadline - time.monotonic())
+        self._send(msgspec.structs.replace(load, seconds=seconds), waiting.deadline)
         count = 0
         try:
             for slot in waiting.slots:
@@ -230,12 +232,12 @@ class StoreClient:
 
     def _save(self, waiting: _Waiting) -> int:
         deadline = self._deadline()
-        block = self._memory.read(waiting.slots[0])
-        if block is None:
+        value = self._memory.read(waiting.slots[0])
+        if value is None:
             self.failures["corrupt"] += 1
             return UNREADABLE
         self._send(waiting.call, deadline)
-        self._send_bytes(block, deadline)
+        self._send_bytes(value, deadline)
         return int(self._check(self._receive(1, deadline)))
 
     def _is_late(self, waiting: _Waiting) -> bool:

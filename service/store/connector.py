@@ -11,16 +11,18 @@ class StoreResult(NamedTuple):
     """Result of a call.
 
     call: id of the call.
-    num_blocks: of a lookup the number of the first blocks that the store has; of a load the number of the first blocks
-        that are in their slots; of a save 1 if the store has the block, 0 if it may be tried again, or UNREADABLE.
+    num_values: of a load the number of the first values that are in their slots; of a save 1 if the store has the
+        value, 0 if it may be tried again, or UNREADABLE.
+    present: of a lookup, one byte for each key: 1 if the store has its value, 0 if not; empty if it failed.
     """
 
     call: int
-    num_blocks: int
+    num_values: int
+    present: bytes = b""
 
 
 UNREADABLE = -1
-"""Result of a save of a slot whose checksum differs: the block cannot be saved."""
+"""Result of a save of a slot whose checksum differs: it cannot be saved."""
 
 MIN_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
@@ -32,7 +34,8 @@ def longer_pause(seconds: float) -> float:
 
 
 class StoreConnector(Protocol):
-    """Store of blocks by their digests. Each call that returns True has one result, within a bounded time.
+    """Store of values by keys. A value has the bytes of a slot of host memory, and a key names its content
+    (scheduling/store_tier.py). Each call that returns True has one result, within a bounded time.
 
     is_available: False while a store that failed is not asked.
     failures: number of failed calls by reason, since the start; one of FAILURES.
@@ -43,17 +46,20 @@ class StoreConnector(Protocol):
     @property
     def failures(self) -> Counter[str]: ...
 
-    def lookup(self, call: int, digests: Sequence[bytes]) -> bool:
-        """Ask which of the first blocks the store has. Return False if it is not asked."""
+    def lookup(self, call: int, keys: Sequence[bytes]) -> bool:
+        """Ask which values the store has. Return False if it is not asked."""
 
-    def load(self, call: int, digests: Sequence[bytes], slots: Sequence[int]) -> bool:
-        """Load blocks into slots of host memory, which no one else may use until the result. Return False if not."""
+    def load(self, call: int, keys: Sequence[bytes], slots: Sequence[int], *, is_whole: bool) -> bool:
+        """Load values into slots of host memory, which no one else may use until the result. Return False if not.
 
-    def save(self, call: int, digest: bytes, slot: int) -> bool:
-        """Save the block in a slot, which must stay as it is until the result. Return False if it is not saved."""
+        is_whole: nothing is loaded unless the store has all of them.
+        """
+
+    def save(self, call: int, key: bytes, slot: int) -> bool:
+        """Save the value in a slot, which must stay as it is until the result. Return False if it is not saved."""
 
     def clear(self) -> None:
-        """Remove the model's blocks from the store, and drop what waits. Calls in progress still have results."""
+        """Remove the model's values from the store, and drop what waits. Calls in progress still have results."""
 
     def take_results(self) -> list[StoreResult]:
         """Return the results since the last call."""
@@ -78,6 +84,6 @@ class SlotMemory(Protocol):
         """Note that slots were written through their views, and take their checksums."""
 
 
-FAILURES = "timeout", "error", "corrupt", "full", "dropped"
-"""Reasons of failed calls: the store was too slow, it or its client failed, a value was not the one that was saved, it
-had no space, or too many calls waited."""
+FAILURES = "timeout", "error", "lost", "corrupt", "full", "dropped"
+"""Reasons of failed calls: the store was too slow, it or its client failed, it had lost a value since the look-up or a
+part of a state, a value was not the one that was saved, it had no space, or too many calls waited."""

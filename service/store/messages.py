@@ -1,11 +1,11 @@
 """Messages between the engine's client of a store and its process, over a socket.
 
-A message to the process is a length of 4 bytes, a call in msgpack, and after a `Save` the bytes of a block. Replies:
+A message to the process is a length of 4 bytes, a call in msgpack, and after a `Save` the bytes of a value. Replies:
 
     Start       a length of 4 bytes, and the identity of the model; empty if its files cannot be read
     Connect     a status
-    Lookup      a status and the number of the first blocks in 4 bytes
-    Load        for each block a status, and its bytes if it is OK; nothing follows another status
+    Lookup      a status, and if it is OK a byte for each key: 1 if the store has its value, else 0
+    Load        for each value a status, and its bytes if it is OK; nothing follows another status
     Save, Clear a status
 """
 
@@ -35,8 +35,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     address: HOST:PORT of the store's master.
     secret_file: file of the secret that servers share.
     memory: bytes that this server lends to the store.
-    block_bytes: bytes of a block.
-    facts: what else determines the bytes of a block, as text.
+    value_bytes: bytes of a value.
+    facts: what else determines the bytes of a value, as text.
     folders: folders of the models.
     identity: of the model if an earlier process has computed it; b"" otherwise.
     """
@@ -44,7 +44,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     address: str
     secret_file: str
     memory: int
-    block_bytes: int
+    value_bytes: int
     facts: str
     folders: tuple[str, ...]
     identity: bytes = b""
@@ -55,22 +55,27 @@ class Connect(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lookup(msgspec.Struct, frozen=True, tag=True):
-    """Count the first blocks that the store has."""
+    """Ask which values the store has."""
 
-    digests: list[bytes]
+    keys: list[bytes]
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load blocks. seconds: after this time no further value is read."""
+    """Load values.
 
-    digests: list[bytes]
+    seconds: after this time no further value is read.
+    is_whole: nothing is loaded unless the store has all of them.
+    """
+
+    keys: list[bytes]
     seconds: float
+    is_whole: bool
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Save the block that follows."""
+    """Save the value that follows."""
 
-    digest: bytes
+    key: bytes
 
 
 class Clear(msgspec.Struct, frozen=True, tag=True):

@@ -51,14 +51,13 @@ class MooncakeStore:
         if code:
             raise StoreError(f"Mooncake's client cannot be set up: code {code}")
 
-    def count(self, names: Sequence[str]) -> int:
-        """Return the number of the first names that have values. Raises StoreError."""
-        for count, code in enumerate(self._store.batch_is_exist(list(names))):
-            if code == MISSES:
-                return count
-            if code != EXISTS:
+    def find(self, names: Sequence[str]) -> list[bool]:
+        """Return for each name whether it has a value. Raises StoreError."""
+        codes = self._store.batch_is_exist(list(names))
+        for code in codes:
+            if code not in (EXISTS, MISSES):
                 raise StoreError(f"Mooncake cannot look values up: code {code}")
-        return len(names)
+        return [code == EXISTS for code in codes]
 
     def get(self, name: str) -> bytes:
         """Return a value; b"" if there is none, or it cannot be read."""

@@ -1,4 +1,4 @@
-"""Set-up of a store: checks, the identity of the blocks, and the client."""
+"""Set-up of a store: checks, the identity of the values, and the client."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ log = logging.getLogger("npuserve.service.store.setup")
 IMPORT_SECONDS = 60.0
 """Maximum time to import Mooncake's client."""
 MAX_SAVE_BYTES = 256 << 20
-"""Bytes of blocks that wait to be saved to the store."""
+"""Bytes of blocks and states that wait to be saved to the store, from which on no further one waits."""
 SAVE_SHARE = 4
-"""Blocks that wait to be saved take at most 1 / SAVE_SHARE of the slots."""
+"""The same as a share of the slots: 1 / SAVE_SHARE."""
 
 
 class OpenedStore(NamedTuple):
     """Store of an engine.
 
-    max_saves: maximum number of blocks that wait to be saved.
+    max_saves: see `max_saves`.
     root_key: key of the digests of blocks.
     """
 
@@ -63,8 +63,6 @@ def open_store(
             raise ConfigError(reason) from None
         logs.event(log, "the store is off until the next start of the engine", level=logging.ERROR, error=reason)
         return None
-    if runner.num_slots:
-        raise ConfigError("kv_store: is not possible with a model that has states of linear attention")
     if runner.predicts:
         raise ConfigError(f"kv_store: is not possible with drafts of a head or a smaller model (speculate "
                           f"{config.speculate}); speculate suffix and off are")
@@ -74,17 +72,17 @@ def open_store(
     start = Start(config.kv_store, config.kv_store_secret, config.kv_store_memory, slots.block_bytes,
                   facts_of(runner, memory.layout), tuple(folders))
     limit = max_saves(slots.num_slots, slots.block_bytes)
-    client = StoreClient(start, memory, config.kv_store_timeout_seconds, limit)
+    client = StoreClient(start, memory, config.kv_store_timeout_seconds, limit + slots.state_parts)
     return OpenedStore(client, limit, keys.root_key(secret))
 
 
 def max_saves(num_slots: int, block_bytes: int) -> int:
-    """Return the number of blocks that may wait to be saved to the store."""
+    """Return the number of slots that wait to be saved to the store from which on no further block or state waits."""
     return max(1, min(num_slots // SAVE_SHARE, MAX_SAVE_BYTES // block_bytes))
 
 
 def facts_of(runner: Runner, layout: str) -> str:
-    """Return what determines the bytes of a block beside the files of the model. One rank computes all of them."""
+    """Return what determines the bytes of a value beside the files of the model. One rank computes all of them."""
     return repr((
         npuserve.__version__, runner.backend_name, runner.dtype_name, str(runner.cache_dtype), runner.block_size,
         runner.config.quantization_name, layout))

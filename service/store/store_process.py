@@ -11,7 +11,6 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Sequence
 
 import msgspec
 
@@ -45,56 +44,58 @@ class StoreServer:
         if not isinstance(self._read(), Connect):
             return
         try:
-            store = MooncakeStore(start.address, start.memory, start.block_bytes + keys.OVERHEAD_BYTES)
+            store = MooncakeStore(start.address, start.memory, start.value_bytes + keys.OVERHEAD_BYTES)
         except (StoreError, OSError):
             self._connection.sendall(messages.ERROR)
             return
         self._connection.sendall(messages.OK)
-        self._serve(store, keys.StoreKeys(secret, identity), start.block_bytes)
+        self._serve(store, keys.StoreKeys(secret, identity), start.value_bytes)
 
-    def _serve(self, store: MooncakeStore, names: keys.StoreKeys, block_bytes: int) -> None:
+    def _serve(self, store: MooncakeStore, names: keys.StoreKeys, value_bytes: int) -> None:
         while (call := self._read()) is not None:
             try:
                 match call:
-                    case Lookup(digests=digests):
-                        count = store.count([names.name(digest) for digest in digests])
-                        self._connection.sendall(messages.OK + messages.LENGTH.pack(count))
-                    case Load(digests=digests, seconds=seconds):
-                        self._load(store, names, digests, block_bytes, time.monotonic() + seconds)
-                    case Save(digest=digest):
-                        self._connection.sendall(self._save(store, names.name(digest), names, block_bytes))
+                    case Lookup():
+                        present = store.find([names.name(key) for key in call.keys])
+                        self._connection.sendall(messages.OK + bytes(present))
+                    case Load():
+                        self._load(store, names, call, value_bytes)
+                    case Save():
+                        self._connection.sendall(self._save(store, names.name(call.key), names, value_bytes))
                     case Clear():
                         store.remove(names.prefix)
                         self._connection.sendall(messages.OK)
             except StoreError:
                 self._connection.sendall(messages.ERROR)
 
-    def _load(
-        self, store: MooncakeStore, names: keys.StoreKeys, digests: Sequence[bytes], block_bytes: int, deadline: float
-    ) -> None:
-        """Send blocks until one is missing or wrong, or the time is over."""
-        for digest in digests:
+    def _load(self, store: MooncakeStore, names: keys.StoreKeys, call: Load, value_bytes: int) -> None:
+        """Send values until one is missing or wrong, or the time is over."""
+        deadline = time.monotonic() + call.seconds
+        all_names = [names.name(key) for key in call.keys]
+        if call.is_whole and not all(store.find(all_names)):
+            self._connection.sendall(messages.MISSING)
+            return
+        for name in all_names:
             if time.monotonic() > deadline:
                 self._connection.sendall(messages.LATE)
                 return
-            name = names.name(digest)
-            value = store.get(name)
-            if not value:
+            sealed = store.get(name)
+            if not sealed:
                 self._connection.sendall(messages.MISSING)
                 return
-            block = names.open(name, value)
-            if block is None or len(block) != block_bytes:
+            value = names.open(name, sealed)
+            if value is None or len(value) != value_bytes:
                 store.discard(name)  # else the next save would leave it
                 self._connection.sendall(messages.CORRUPT)
                 return
             self._connection.sendall(messages.OK)
-            self._connection.sendall(block)
+            self._connection.sendall(value)
 
-    def _save(self, store: MooncakeStore, name: str, names: keys.StoreKeys, block_bytes: int) -> bytes:
-        block = self._input.read(block_bytes)
-        if len(block) < block_bytes:
+    def _save(self, store: MooncakeStore, name: str, names: keys.StoreKeys, value_bytes: int) -> bytes:
+        value = self._input.read(value_bytes)
+        if len(value) < value_bytes:
             raise ConnectionResetError
-        if store.count([name]) or store.put(name, names.seal(name, block)):
+        if all(store.find([name])) or store.put(name, names.seal(name, value)):
             return messages.OK
         return messages.FULL
 

@@ -17,14 +17,14 @@ class FakeMemory:
 
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
-        self.save_polls = 0  # calls of `is_saved` that return False before one returns True
-        self._polls = 0
+        self.save_polls = 0  # calls of `is_saved` with a slot that return False before one returns True
+        self._polls: Counter[int] = Counter()
         self.copying: set[int] = set()  # slots to which copies are in progress
 
     def is_saved(self, slot: int) -> bool:
         assert slot in self.device.host
-        self._polls += 1
-        return self._polls % (self.save_polls + 1) == 0
+        self._polls[slot] = (self._polls[slot] + 1) % (self.save_polls + 1)
+        return not self._polls[slot]
 
     def is_copying(self, slot: int) -> bool:
         return slot in self.copying
@@ -40,19 +40,20 @@ class FakeMemory:
 
 
 class _Call(NamedTuple):
-    """Call in progress. content: of the slot at the beginning of a save."""
+    """Call in progress. is_whole: of a load. content: of the slot at the beginning of a save."""
 
     kind: str
     id: int
-    digests: list[bytes]
+    keys: list[bytes]
     slots: list[int]
+    is_whole: bool = False
     content: Any = None
 
 
 class FakeStore:
-    """Connector. contents: of the blocks in the store by digest, which several connectors may share.
+    """Connector. contents: values in the store by key, which several connectors may share.
 
-    fault: returns for each result the number of blocks, at most `count`, that succeed.
+    fault: returns for each result the number of values, at most `count`, that succeed.
     """
 
     def __init__(self, memory: FakeMemory, contents: dict[bytes, Any]) -> None:
@@ -72,20 +73,21 @@ class FakeStore:
         self._calls.append((call, self.polls))
         return True
 
-    def lookup(self, call: int, digests: Sequence[bytes]) -> bool:
-        self.lookups.append(list(digests))
-        return self._add(_Call("lookup", call, list(digests), []))
+    def lookup(self, call: int, keys: Sequence[bytes]) -> bool:
+        assert len(keys) == len({*keys}) > 0
+        self.lookups.append(list(keys))
+        return self._add(_Call("lookup", call, list(keys), []))
 
-    def load(self, call: int, digests: Sequence[bytes], slots: Sequence[int]) -> bool:
-        assert len(digests) == len(slots) == len({*slots}) > 0
+    def load(self, call: int, keys: Sequence[bytes], slots: Sequence[int], *, is_whole: bool) -> bool:
+        assert len(keys) == len({*keys}) == len(slots) == len({*slots}) > 0
         assert self._memory.copying.isdisjoint(slots), "a copy from the device would overwrite what is loaded"
-        if not self._add(_Call("load", call, list(digests), list(slots))):
+        if not self._add(_Call("load", call, list(keys), list(slots), is_whole)):
             return False
         self._memory.device.host.update(dict.fromkeys(slots, GARBAGE))
         return True
 
-    def save(self, call: int, digest: bytes, slot: int) -> bool:
-        return self._add(_Call("save", call, [digest], [slot], self._memory.device.host[slot]))
+    def save(self, call: int, key: bytes, slot: int) -> bool:
+        return self._add(_Call("save", call, [key], [slot], content=self._memory.device.host[slot]))
 
     def clear(self) -> None:
         self.contents.clear()
@@ -95,7 +97,13 @@ class FakeStore:
         self._calls = [(call, polls - 1) for call, polls in self._calls]
         ended = [call for call, polls in self._calls if polls <= 0]
         self._calls = [(call, polls) for call, polls in self._calls if polls > 0]
-        return [StoreResult(call.id, self._count(call)) for call in ended]
+        return [StoreResult(call.id, *self._result(call)) for call in ended]
+
+    def _result(self, call: _Call) -> tuple[int, bytes]:
+        if call.kind != "lookup":
+            return self._count(call), b""
+        count = self.fault("lookup", len(call.keys))
+        return 0, bytes(key in self.contents for key in call.keys[:count])
 
     def _count(self, call: _Call) -> int:
         host = self._memory.device.host
@@ -106,14 +114,16 @@ class FakeStore:
                 return UNREADABLE
             count = self.fault("save", 1)
             if count:
-                self.contents[call.digests[0]] = content
+                self.contents[call.keys[0]] = content
             return count
         known = 0
-        while known < len(call.digests) and call.digests[known] in self.contents:
+        while known < len(call.keys) and call.keys[known] in self.contents:
             known += 1
-        count = self.fault(call.kind, known)
-        if call.kind == "load":
-            assert all(host[slot] is GARBAGE for slot in call.slots), "a slot changed while it was loaded"
-            for digest, slot in zip(call.digests[:count], call.slots, strict=False):
-                host[slot] = self.contents[digest]
+        if known < len(call.keys):
+            self.failures["lost"] += 1
+            known = 0 if call.is_whole else known
+        count = self.fault("load", known)
+        assert all(host[slot] is GARBAGE for slot in call.slots), "a slot changed while it was loaded"
+        for key, slot in zip(call.keys[:count], call.slots, strict=False):
+            host[slot] = self.contents[key]
         return count

@@ -83,8 +83,7 @@ class SchedulerHarness:
         host = HostSlots(self.host_slots, 8, **{"state_parts": STATE_PARTS if self.num_slots else 0, **self.host})
         memory = FakeMemory(self.device)
         self.store = FakeStore(memory, self.stored) if self.stored is not None else None
-        store = StoreTier(self.store, memory, max_saves(self.host_slots, 8), self.block_size,
-                          lambda: self.now) if self.store else None
+        store = StoreTier(self.store, memory, max_saves(self.host_slots, 8), lambda: self.now) if self.store else None
         self.tier = HostTier(host, self.device.take_ended_loads, store=store) if self.host_slots else None
         self.blocks = BlockManager(self.num_blocks, self.block_size, self.prefix_cache, evicted=self.tier,
                                    key=b"shared" if store else None)

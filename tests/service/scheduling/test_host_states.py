@@ -13,8 +13,9 @@ from npuserve.npu.step import HostSlots, Step
 from npuserve.service.errors import DeadlineExceeded
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import Spacing
-from npuserve.service.scheduling.host_tier import HostTier, state_key
+from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.sequence import Sequence, State
+from npuserve.service.scheduling.state_slots import state_key
 from tests.service.scheduling.stepwise import TICK, SchedulerHarness
 from tests.service.structured_output.test_answer_matcher import LONG, SHORT
 

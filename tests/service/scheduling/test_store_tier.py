@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npuserve.service.scheduling.checkpoints import Spacing
 from npuserve.service.scheduling.sequence import Sequence, State
 from npuserve.service.scheduling.store_tier import MAX_SAVE_TRIES
 from npuserve.service.store.connector import MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS
@@ -390,11 +391,16 @@ def test_end_of_a_request_leaves_its_fetch() -> None:
 @settings(max_examples=40)
 @given(st.data())
 def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> None:
-    """Two schedulers share a store that delays, fails, loses blocks and becomes unavailable; flushes, cancels."""
+    """Two schedulers share a store that delays, fails, loses values and becomes unavailable; flushes, cancels. Models
+    with fixed states and without."""
     contents: dict[bytes, Any] = {}
+    has_states = data.draw(st.booleans())
     harnesses = [
         harness_of(contents, host_slots=data.draw(st.integers(1, 24)), num_blocks=data.draw(st.integers(7, 14)),
-                   max_num_seqs=data.draw(st.integers(1, 3)), depth=data.draw(st.integers(1, 2)))
+                   max_num_seqs=data.draw(st.integers(1, 3)), depth=data.draw(st.integers(1, 2)),
+                   num_slots=data.draw(st.integers(1, 6)) if has_states else 0, budget=data.draw(st.integers(4, 16)),
+                   spacing=data.draw(st.sampled_from([Spacing(1, 100), Spacing(1, 1), Spacing(4, 8)])),
+                   host={"max_saves": data.draw(st.integers(1, 8)), "max_early_saves": data.draw(st.integers(1, 3))})
         for _ in range(2)]
     all_sequences: list[tuple[SchedulerHarness, Sequence]] = []
     draw_fault = st.sampled_from([0, 1, 99, 99])
@@ -407,13 +413,17 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
         harness.device.load_polls = data.draw(st.integers(1, 4))
     for _ in range(data.draw(st.integers(3, 20))):
         harness = data.draw(st.sampled_from(harnesses))
-        match data.draw(st.sampled_from(["add", "add", "add", "add", "cancel", "flush", "corrupt", "lose", "switch"])):
+        match data.draw(st.sampled_from([
+                "add", "add", "add", "add", "cancel", "pause", "flush", "corrupt", "lose", "switch"])):
             case "add":
                 all_sequences.append((harness, harness.add(
                     ids(data.draw(st.integers(0, 2)), data.draw(st.integers(3, 10))), data.draw(st.integers(1, 3)),
                     cache_salt=data.draw(st.sampled_from(["", "", "a"])))))
             case "cancel" if harness.live:
                 harness.cancel(data.draw(st.sampled_from(list(harness.live.values()))))
+            case "pause" if harness.live:
+                sequence = data.draw(st.sampled_from(list(harness.live.values())))
+                (harness.unpause if sequence.is_paused else harness.pause)(sequence)
             case "flush":
                 harness.scheduler.memory.flush_prefix_cache()
             case "corrupt":
@@ -425,6 +435,9 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
         for _ in range(data.draw(st.integers(0, 4))):
             harness.tick()
     for harness in harnesses:
+        for sequence in list(harness.live.values()):
+            if sequence.is_paused:
+                harness.unpause(sequence)
         harness.finish()
         store_of(harness).fault = lambda kind, count: count
         for _ in range(10):  # with one slot of host memory, blocks are saved one after another
