@@ -297,7 +297,7 @@ OPERATORS = Dashboard("npuserve-operators", "npuserve / Operators", "Is it up, i
             "of what was looked up": share(rate("kv_store_hits_total"), rate("kv_store_queries_total"))},
             "percentunit", "Share of the prompt tokens looked up in the store that it brought."),
         Panel("Store copies", {"{{direction}}": rate("kv_store_bytes_total", "direction")}, "Bps",
-              "Blocks that are saved to the store that servers share, and those that are loaded from it."),
+              "Blocks and states that are saved to the store that servers share, and those that are loaded from it."),
         Panel("Store failures", {
             "{{reason}}": rate("kv_store_failures_total", "reason"), "retries": rate("kv_store_retries_total")}, "cps",
             "Calls of the store that failed, and saves that were begun again. What it does not bring is computed."),

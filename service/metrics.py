@@ -96,14 +96,15 @@ kv_offload_hits_total = _counter("kv_offload_hits_total", "Prompt tokens that ca
 kv_offload_bytes_total = _counter(
     "kv_offload_bytes_total", "Bytes of blocks and states saved to host memory and loaded from it", "direction")
 kv_offload_corrupt_blocks_total = _counter(
-    "kv_offload_corrupt_blocks_total", "Blocks and states in host memory whose checksum differed, computed again")
+    "kv_offload_corrupt_blocks_total", "Blocks and states in host memory whose checksum differed, forgotten")
 kv_offload_dropped_blocks_total = _counter(
     "kv_offload_dropped_blocks_total", "Evicted blocks and states that were not saved to host memory")
 kv_store_queries_total = _counter(
     "kv_store_queries_total", "Prompt tokens that neither the KV cache nor host memory held, looked up in the store")
-kv_store_hits_total = _counter("kv_store_hits_total", "Prompt tokens that were loaded from the store")
+kv_store_hits_total = _counter(
+    "kv_store_hits_total", "Prompt tokens that need not be computed by what was loaded from the store")
 kv_store_bytes_total = _counter(
-    "kv_store_bytes_total", "Bytes of blocks saved to the store and loaded from it", "direction")
+    "kv_store_bytes_total", "Bytes of blocks and states saved to the store and loaded from it", "direction")
 kv_store_failures_total = _counter(
     "kv_store_failures_total", "Calls of the store that failed; what it does not bring is computed", "reason")
 kv_store_retries_total = _counter(

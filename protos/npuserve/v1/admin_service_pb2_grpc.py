@@ -96,7 +96,7 @@ class AdminServiceServicer:
 
     def FlushPrefixCache(self, request, context):
         """Evicts every cached prefix that no running request uses, also from host memory (kv_offload_memory). Removes the
-        model's blocks from the store (kv_store), also those of other servers.
+        model's blocks and states from the store (kv_store), also those of other servers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,6 +18,7 @@ from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc
 from npuserve.v1 import inference_service_pb2_grpc as rpc
 from tests.e2e.processes import engine_of, until
 from tests.e2e.server import Server, request, serving, streamed
+from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.emulator.child import needs_npu
 from tests.support.connect import connect
 from tests.support.mooncake import Master, exchanged, serving_master
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.slow, needs_npu]
 LIMITS = ("--device", "npu", "--emulate", "--emulate-relax", "fp32", "--dtype", "float32", "--max-num-seqs", "2",
           "--max-num-batched-tokens", "256", "--max-model-len", "512", "--decode-buckets", "1",
           "--kernel-sampling", "0", "--kv-cache-memory", "5MiB", "--kv-offload-memory", "64MiB")
+"""The cache of the device holds 4 blocks."""
 CONNECTED = "the store of prefixes is connected"
 SECONDS = 10
 """Time limit of a call, on a machine that is busy with other tests."""
@@ -61,6 +63,12 @@ def answer(server: Server, prompt: list[int], **fields: object) -> tuple[list[in
     return ids, finish.usage.cached_tokens
 
 
+def add_key(file: str, *arguments: str) -> str:
+    """Add an API key to a file, and return it."""
+    command = [sys.executable, "-m", "npuserve.cli", "keys", "add", file, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def authenticate(server: Server, key: str) -> None:
     """Send further requests with an API key."""
     server.channel = connect(server.target, key)
@@ -72,6 +80,12 @@ def store_processes(server: Server) -> list[int]:
     children = Path(f"/proc/{engine_of(server)}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
     return [pid for pid in pids if b"store_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def flush(server: Server, master: Master) -> None:
+    request = admin_service_pb2.FlushPrefixCacheRequest()
+    admin_service_pb2_grpc.AdminServiceStub(server.channel).FlushPrefixCache(request)
+    until(lambda: not master.keys(), server)
 
 
 def bytes_of(server: Server, direction: str) -> float:
@@ -88,8 +102,7 @@ def failures(server: Server, reason: str) -> float:
 
 def test_prefix_is_computed_once_by_two_servers(master: Master, secret: Path, tmp_path: Path) -> None:
     file = str(tmp_path / "keys")
-    keys = [subprocess.run([sys.executable, "-m", "npuserve.cli", "keys", "add", file, *arguments], check=True,
-                           capture_output=True, text=True).stdout.strip() for arguments in (["a", "--admin"], ["b"])]
+    keys = [add_key(file, "a", "--admin"), add_key(file, "b")]
     options = (*flags(master, secret), "--api-keys", file)
     with serving(*options) as first, serving(*options) as second:
         wait_for_store(first)
@@ -111,11 +124,38 @@ def test_prefix_is_computed_once_by_two_servers(master: Master, secret: Path, tm
         assert answer(second, prompt_of(0), cache_salt="other") == (expected[0], 0)
         assert answer(second, prompt_of(0), cache_salt="salt") == (expected[0], 384)
 
-        flush = admin_service_pb2.FlushPrefixCacheRequest()
-        admin_service_pb2_grpc.AdminServiceStub(second.channel).FlushPrefixCache(flush)
-        until(lambda: not master.keys(), second)
+        flush(second, master)
         assert answer(second, prompt_of(0)) == (expected[0], 0)
         assert not sum(failures(second, reason) for reason in ("timeout", "error", "corrupt", "full"))
+
+
+def test_prefix_of_a_hybrid_is_computed_once_by_two_servers(master: Master, secret: Path, tmp_path: Path) -> None:
+    """Each prompt and its answer have 3 blocks, and a state of two parts after the third. The caches of the device have
+    fewer blocks and states than the prompts."""
+    folder = str(saved_hybrid(tmp_path / "model", layers=6, full=(5,)))
+    file = str(tmp_path / "keys")
+    key = add_key(file, "a", "--admin")
+    options = (folder, *flags(master, secret), "--kv-cache-memory", "8MiB", "--kv-offload-memory", "128MiB",
+               "--api-keys", file)
+    seeds = range(5)
+    with serving(*options) as first, serving(*options) as second:
+        for server in (first, second):
+            wait_for_store(server)
+            authenticate(server, key)
+        expected = [answer(first, prompt_of(seed), bypass_prefix_cache=True)[0] for seed in seeds]
+        until(lambda: len(master.keys()) == len(seeds) * (3 + 2), first)
+        assert [answer(second, prompt_of(seed)) for seed in seeds[:4]] == [(ids, 384) for ids in expected[:4]]
+        assert second.metric("npuserve_kv_store_hits_total") == 4 * 384
+        assert bytes_of(second, "load") == 0.8 * bytes_of(first, "save")
+        assert answer(second, prompt_of(0), cache_salt="other") == (expected[0], 0)
+
+        with exchanged(master, master.keys()):
+            assert answer(second, prompt_of(4)) == (expected[4], 0)
+            until(lambda: failures(second, "corrupt") == 1, second)
+        flush(second, master)
+        assert answer(second, prompt_of(0)) == (expected[0], 0)
+        assert not sum(failures(server, reason) for server in (first, second)
+                       for reason in ("timeout", "error", "lost", "full"))
 
 
 def test_requests_complete_while_the_store_fails(master: Master, secret: Path) -> None:

@@ -175,4 +175,8 @@ def test_layout_differs_with_shape_and_type() -> None:
               [tensors[0].view(8, 4, 2), tensors[1]]]
     layouts = {HostBlocks(DirectCopies(), other, 64).layout for other in others}  # type: ignore[arg-type]
     assert len(layouts) == 4
+    states = torch.zeros(2, 4, 2)
+    all_states = [[states], [states, states], [states.to(torch.bfloat16)], [states.view(2, 2, 4)], [states[:, :2]]]
+    layouts |= {HostBlocks(DirectCopies(), tensors, 64, fixed).layout for fixed in all_states}  # type: ignore[arg-type]
+    assert len(layouts) == 9
     assert host.layout not in layouts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -403,21 +404,21 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
                    host={"max_saves": data.draw(st.integers(1, 8)), "max_early_saves": data.draw(st.integers(1, 3))})
         for _ in range(2)]
     all_sequences: list[tuple[SchedulerHarness, Sequence]] = []
-    draw_fault = st.sampled_from([0, 1, 99, 99])
+    draw_fault = st.sampled_from([99, 99, 99, 99, 1, 0])
     for harness in harnesses:
         store = store_of(harness)
         store.polls = data.draw(st.integers(1, 6))
-        store.limit = data.draw(st.integers(1, 8))
+        store.limit = data.draw(st.sampled_from([8, 4, 1]))
         store._memory.save_polls = data.draw(st.integers(0, 2))
         store.fault = lambda kind, count: min(count, data.draw(draw_fault))
         harness.device.load_polls = data.draw(st.integers(1, 4))
-    for _ in range(data.draw(st.integers(3, 20))):
+    for _ in range(data.draw(st.integers(6, 20))):
         harness = data.draw(st.sampled_from(harnesses))
         match data.draw(st.sampled_from([
                 "add", "add", "add", "add", "cancel", "pause", "flush", "corrupt", "lose", "switch"])):
             case "add":
                 all_sequences.append((harness, harness.add(
-                    ids(data.draw(st.integers(0, 2)), data.draw(st.integers(3, 10))), data.draw(st.integers(1, 3)),
+                    ids(data.draw(st.integers(0, 1)), data.draw(st.integers(3, 10))), data.draw(st.integers(1, 3)),
                     cache_salt=data.draw(st.sampled_from(["", "", "a"])))))
             case "cancel" if harness.live:
                 harness.cancel(data.draw(st.sampled_from(list(harness.live.values()))))
@@ -432,7 +433,7 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
                 del contents[data.draw(st.sampled_from(sorted(contents)))]
             case "switch":
                 store_of(harness).is_available = not store_of(harness).is_available
-        for _ in range(data.draw(st.integers(0, 4))):
+        for _ in range(data.draw(st.sampled_from([0, 1, 4, 20]))):
             harness.tick()
     for harness in harnesses:
         for sequence in list(harness.live.values()):
@@ -449,3 +450,68 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
     for harness, sequence in all_sequences:
         if sequence.id in harness.reasons:
             harness.check_answer(sequence)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("num_slots", [0, 6])
+def test_conversations_at_two_servers_are_answered_as_alone(num_slots: int, seed: int) -> None:
+    """Conversations that grow by turns and change the server, with a store that delays, fails, loses values and becomes
+    unavailable, corrupt slots, samples, cancels, pauses and flushes."""
+    draw = random.Random(seed)
+    contents: dict[bytes, Any] = {}
+    harnesses = [harness_of(contents, host_slots=60, num_blocks=20, max_num_seqs=3, budget=16, num_slots=num_slots,
+                            spacing=Spacing(2, 8)) for _ in range(2)]
+    for harness in harnesses:
+        store_of(harness).limit = 20
+        store_of(harness)._memory.save_polls = 1
+        store_of(harness).fault = lambda kind, count: count if draw.random() < 0.9 else min(count, draw.randint(0, 1))
+        harness.device.load_polls = 3
+    turns = [ids(index, 6) for index in range(10)]
+    all_sequences: list[tuple[SchedulerHarness, Sequence]] = []
+    for number in range(400):
+        harness = draw.choice(harnesses)
+        index = draw.randrange(len(turns))
+        salt = "s" * (index % 3 == 0)
+        if draw.random() < 0.1:
+            sequences = harness.add_samples(turns[index], 2, draw.randint(1, 6), cache_salt=salt)
+        else:
+            sequences = [harness.add(turns[index], draw.randint(1, 6), cache_salt=salt)]
+        all_sequences += [(harness, sequence) for sequence in sequences]
+        if draw.random() < 0.3:
+            turns[index] = [*turns[index], *ids(draw.randrange(1000), 3)] if len(turns[index]) < 24 else ids(
+                draw.randrange(1000), 6)
+        match draw.randrange(40):
+            case 0:
+                harness.cancel(draw.choice(sequences))
+            case 1:
+                harness.pause(draw.choice(sequences))
+            case 2 if number % 5 == 0:
+                harness.scheduler.memory.flush_prefix_cache()
+            case 3 | 4:
+                harness.device.corrupt.add(draw.randrange(60))
+            case 5 | 6 | 7 if contents:
+                del contents[draw.choice(sorted(contents))]
+            case 8:
+                store_of(harness).is_available = not store_of(harness).is_available
+        for sequence in list(harness.live.values()):
+            if sequence.is_paused and draw.random() < 0.2:
+                harness.unpause(sequence)
+        for _ in range(draw.randint(0, 20)):
+            draw.choice(harnesses).tick()
+        for store in map(store_of, harnesses):
+            store.is_available = store.is_available or draw.random() < 0.1
+    for harness in harnesses:
+        for sequence in list(harness.live.values()):
+            if sequence.is_paused:
+                harness.unpause(sequence)
+        harness.finish()
+    for harness, sequence in all_sequences:
+        if sequence.id in harness.reasons:
+            harness.check_answer(sequence)
+    tiers = [harness.tier for harness in harnesses if harness.tier]
+    stores = [tier.store for tier in tiers if tier.store]
+    assert sum(store.hits for store in stores) > 500
+    assert sum(store.num_retried for store in stores) > 10
+    assert sum(tier.num_corrupt for tier in tiers) > 1
+    assert sum(store_of(harness).failures["lost"] for harness in harnesses) >= 1

@@ -36,9 +36,9 @@ class FolderStore:
     def _file(self, name: str) -> Path:
         return self._folder / name.replace("/", ".")
 
-    def count(self, names: Sequence[str]) -> int:
+    def find(self, names: Sequence[str]) -> list[bool]:
         self._call()
-        return next((place for place, name in enumerate(names) if not self._file(name).exists()), len(names))
+        return [self._file(name).exists() for name in names]
 
     def get(self, name: str) -> bytes:
         self._call()

@@ -12,6 +12,7 @@ import pytest
 from npuserve.npu.step import HostSlots
 from npuserve.service.config import ConfigError, ServerConfig
 from npuserve.service.store import setup
+from npuserve.service.store.client import StoreClient
 from npuserve.service.store.setup import facts_of, max_saves, open_store
 
 
@@ -40,13 +41,23 @@ def test_no_store_without_the_setting() -> None:
     assert open_store(ServerConfig(kv_offload_memory=1 << 30), [], runner_of(), MEMORY, is_first=True) is None
 
 
-@pytest.mark.parametrize(("fields", "error"), [
-    ({"num_slots": 4}, "kv_store: is not possible with a model that has states of linear attention"),
-    ({"predicts": True}, "kv_store: is not possible with drafts of a head or a smaller model"),
-])
-def test_unsupported_model_is_refused_by_name(secret: Path, fields: dict[str, object], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        open_store(config_of(secret), [], runner_of(**fields), MEMORY, is_first=False)
+def test_drafts_of_a_head_are_refused_by_name(secret: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_store: is not possible with drafts of a head or a smaller model"):
+        open_store(config_of(secret), [], runner_of(predicts=True), MEMORY, is_first=False)
+
+
+def test_parts_of_a_state_have_space_among_the_calls_beside_the_limit(
+    secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save of a state begins while fewer slots than the limit are held, so all of its parts may exceed it."""
+    monkeypatch.setattr(StoreClient, "_run", lambda self: None)
+    memory: Any = SimpleNamespace(layout="layout", describe=lambda: HostSlots(100, 1 << 20, state_parts=13))
+    opened = open_store(config_of(secret), [], runner_of(num_slots=4), memory, is_first=False)
+    assert opened
+    assert opened.max_saves == 25
+    opened.client.is_available = True
+    assert all(opened.client.save(call, b"", 0) for call in range(24 + 13))
+    opened.client.close()
 
 
 def test_unusable_secret_is_refused_at_the_first_start_alone(tmp_path: Path, secret: Path) -> None:

@@ -68,7 +68,7 @@ def state_bits_are_equal(folder: Path, cache: str) -> None:
     scheduler = check_bits(
         lambda memory: hybrid(folder, memory and 64 << 20, kv_cache_dtype=cache), BUDGET, num_slots=SLOTS)
     assert scheduler.tier is not None
-    assert scheduler.tier._state_parts > 1
+    assert scheduler.tier.state_parts > 1
 
 
 def state_pressure(folder: Path) -> None:

@@ -104,7 +104,7 @@ def hybrid(folder: Path, memory: int = 1 << 20, **settings: Any) -> Runner:
 def test_cuda_states_come_back_with_the_same_bits(tmp_path: Path, cache: str) -> None:
     scheduler = check_bits(lambda memory: hybrid(tmp_path, memory, kv_cache_dtype=cache), 64, num_slots=3)
     assert scheduler.tier is not None
-    assert scheduler.tier._state_parts > 1
+    assert scheduler.tier.state_parts > 1
 
 
 def test_cuda_answers_of_hybrids_under_pressure_are_those_without_cache(tmp_path: Path) -> None:
