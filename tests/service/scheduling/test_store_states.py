@@ -113,6 +113,54 @@ def test_blocks_alone_come_where_the_state_is_known() -> None:
     assert store_of(second).lookups[-1] == [*digests[2:], *(parts_of(digest)[-1] for digest in digests[:4])]
 
 
+def test_blocks_alone_come_where_the_device_has_the_state() -> None:
+    contents = filled()
+    second = harness_of({}, num_blocks=8, num_slots=40)
+    for seed in (1, 2, 3):
+        answer(second, ids(seed))
+    tier = tier_of(second)
+    digests = digests_of(second)
+    for key in [*digests, *map(state_key, digests)]:
+        tier.forget(key)
+    assert not any(map(second.blocks.holds, digests))
+    assert second.scheduler.slots
+    assert second.scheduler.slots.has(digests[-1])
+    store_of(second).contents.update({key: value for key, value in contents.items() if len(key) == 16})
+    assert answer(second, ids(1)).cached_tokens == 10
+    assert store_tier(second).num_loaded == 5
+
+
+def test_fetch_keeps_the_state_that_its_blocks_need_in_host_memory() -> None:
+    contents = filled()
+    second = harness_of({}, num_slots=2)
+    for seed, length in ((1, 12), (2, 24), (3, 12)):
+        answer(second, ids(seed, length))
+    tier = tier_of(second)
+    digests = digests_of(second)
+    for digest in digests[2:]:
+        tier.forget(digest)
+    for slot in tier.reserve(len(tier._free), lambda slot: False):  # other blocks fill host memory
+        tier.enter(b"%d" % slot, [slot])
+        tier.release(b"%d" % slot, [slot])
+    tier._slots.move_to_end(state_key(digests[-1]), last=False)
+    store_of(second).contents.update(contents)
+    assert answer(second, ids(1)).cached_tokens == 10
+    assert store_tier(second).num_loaded == 3
+
+
+@pytest.mark.parametrize(("num_free", "num_cached"), [(6, 0), (7, 10)])
+def test_fetch_leaves_slots_that_are_too_few_for_a_state(num_free: int, num_cached: int) -> None:
+    """Copies to the other slots are in progress."""
+    contents = filled()
+    second = harness_of(contents, host_slots=16)
+    second.tick()
+    memory = store_of(second)._memory
+    memory.copying.update(range(16))
+    memory.copying.difference_update(tier_of(second)._free[:num_free])
+    assert answer(second, ids(1)).cached_tokens == num_cached
+    second.scheduler.check_integrity()
+
+
 def test_state_that_saves_fewer_tokens_than_checkpoints_are_apart_is_not_asked_for() -> None:
     contents = filled()
     second = harness_of(dict(contents), spacing=Spacing(8, 100))
@@ -295,6 +343,20 @@ def test_corrupt_part_is_forgotten_at_its_save_and_counted_once() -> None:
     assert store_tier(harness).num_retried == 0
     assert parts_of(digest)[1] not in contents
     harness.scheduler.check_integrity()
+
+
+def test_state_that_was_saved_again_to_other_slots_is_not_forgotten_as_corrupt() -> None:
+    harness = harness_of({})
+    answer(harness, ids(1))
+    idle(harness)
+    tier = tier_of(harness)
+    key = state_key(digests_of(harness)[-1])
+    slots = tier.slots_of(key)
+    assert slots
+    tier.forget_corrupt(key, slots[::-1])
+    assert (tier.slots_of(key), tier.num_corrupt) == (slots, 0)
+    tier.forget_corrupt(key, slots)
+    assert (tier.slots_of(key), tier.num_corrupt) == (None, 1)
 
 
 @pytest.mark.parametrize("part", range(STATE_PARTS))
