@@ -15,15 +15,11 @@ from typing import NamedTuple, Protocol
 from npuserve.npu.step import HostSlots
 from npuserve.service.scheduling.block_manager import BlockManager
 from npuserve.service.scheduling.state_slots import NO_SLOT, StateSlots, state_key
-
-MAX_STATE_SHARE = 2
-"""States that take more than 1 / MAX_STATE_SHARE of the slots are not saved early."""
+from npuserve.service.scheduling.store_tier import MAX_HELD_SHARE
 
 
 class SavedKeys(Protocol):
     """Index of what host memory has: host_tier.py."""
-
-    num_slots: int
 
     def has(self, key: bytes) -> bool: ...
     def keep(self, key: bytes, index: int, num_parts: int = 0) -> bool: ...
@@ -51,8 +47,8 @@ class EarlySaves:
         self._has_store = has_store
         self._num_early = min(host.num_early, host.num_slots // 2)
         self._max_early_saves = host.max_early_saves
-        fits = host.state_parts <= min(max_saves, host.num_slots // MAX_STATE_SHARE)
-        self._state_parts = host.state_parts if has_store and fits else 0
+        can_be_loaded = host.state_parts <= min(max_saves, host.num_slots // MAX_HELD_SHARE)
+        self._state_parts = host.state_parts if has_store and can_be_loaded else 0
         self._num_checked = 0  # of the blocks that are evicted next, those that need no early save
         self._num_uncached = 0  # of the block manager when they were counted
 

@@ -18,6 +18,9 @@ from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.scheduler import Scheduler
 from npuserve.service.scheduling.sequence import Sequence
 from npuserve.service.scheduling.state_slots import StateSlots
+from npuserve.service.scheduling.store_tier import StoreTier
+from npuserve.service.store.connector import StoreConnector
+from npuserve.service.store.setup import max_saves
 from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 from npuserve.service.structured_output.manager import StructuredOutputManager
 
@@ -106,13 +109,23 @@ def serve(
     return [answers[key] for key in sorted(ids, key=ids.__getitem__)], scheduler
 
 
-def _scheduler_of(runner: Runner, num_blocks: int, num_slots: int | None = None, **settings: Any) -> Scheduler:
-    """Return a scheduler. num_slots: of fixed state; None for all that the runner has."""
+def _scheduler_of(
+    runner: Runner, num_blocks: int, num_slots: int | None = None, store: StoreConnector | None = None, **settings: Any
+) -> Scheduler:
+    """Return a scheduler.
+
+    num_slots: of fixed state; None for all that the runner has.
+    store: behind the runner's host memory; None for none.
+    """
     host = runner.host_blocks
-    tier = HostTier(host.describe(), host.take_ended_loads) if host else None
-    blocks = BlockManager(num_blocks, runner.block_size, evicted=tier)
-    slots = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
-    return Scheduler(blocks, max_queue=100, aging_seconds=1.0, slots=slots, tier=tier, **settings)
+    tier = None
+    if host is not None:
+        slots = host.describe()
+        store_tier = StoreTier(store, host, max_saves(slots.num_slots, slots.block_bytes)) if store else None
+        tier = HostTier(slots, host.take_ended_loads, store=store_tier)
+    blocks = BlockManager(num_blocks, runner.block_size, evicted=tier, key=b"shared" if store else None)
+    states = StateSlots.of(runner.num_slots if num_slots is None else num_slots, blocks)
+    return Scheduler(blocks, max_queue=100, aging_seconds=1.0, slots=states, tier=tier, **settings)
 
 
 def check_ended(runner: Runner, scheduler: Scheduler) -> None:

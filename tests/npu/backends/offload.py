@@ -13,6 +13,7 @@ from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, NewRequest, Row, SamplingParams, Step
 from npuserve.service.scheduling.scheduler import Scheduler
 from tests.support.loop import Answer, Ask, serve
+from tests.support.memory_store import MemoryStore
 
 POOL = 5
 """Blocks of the device's cache. A prompt has 3 full blocks."""
@@ -35,8 +36,10 @@ def tokens_of(answers: list[Answer]) -> list[list[int]]:
     return [answer.tokens for answer in answers]
 
 
-def one_by_one(runner: Runner, pool: int, budget: int, num_slots: int | None = None) -> tuple[list[Answer], Scheduler]:
-    return serve(runner, rounds(runner, 60), 2, pool, 1, budget, num_slots=num_slots)
+def one_by_one(
+    runner: Runner, pool: int, budget: int, num_slots: int | None = None, store: MemoryStore | None = None
+) -> tuple[list[Answer], Scheduler]:
+    return serve(runner, rounds(runner, 60), 2, pool, 1, budget, num_slots=num_slots, store=store)
 
 
 def check_bits(load: Callable[[int], Runner], budget: int, num_slots: int | None = None) -> Scheduler:
@@ -59,6 +62,30 @@ def check_bits(load: Callable[[int], Runner], budget: int, num_slots: int | None
     _, evicting = one_by_one(roomy, POOL, budget, num_slots)
     assert evicting.memory.prefix_hits < scheduler.memory.prefix_hits / 4
     return scheduler
+
+
+def check_store(load: Callable[[int], Runner], budget: int, num_slots: int | None = None) -> None:
+    """What came from the store has the bits that a cache without evictions has: ids and log-probabilities are equal.
+
+    The arguments are those of `check_bits`.
+    """
+    expected = [(answer.tokens, answer.logprobs) for answer in one_by_one(load(0), 4 * PROMPTS, budget)[0][PROMPTS:]]
+    values: dict[bytes, bytes] = {}
+    for number in range(2):
+        runner = load(1 << 20)
+        assert runner.host_blocks is not None
+        store = MemoryStore(runner.host_blocks, values)
+        answers, scheduler = one_by_one(runner, POOL, budget, num_slots, store)
+        found = [(answer.tokens, answer.logprobs) for answer in answers]
+        assert found[PROMPTS:] == expected
+        assert scheduler.tier is not None
+        assert scheduler.tier.store is not None
+        while store.is_busy:
+            scheduler.tier.poll()
+        if number:
+            assert found[:PROMPTS] == expected
+            assert scheduler.tier.store.hits >= PROMPTS * 3 * runner.block_size
+            assert scheduler.memory.prefix_hits == 2 * PROMPTS * 3 * runner.block_size
 
 
 def check_pressure(runner: Runner, budget: int, num_slots: int | None = None, pool: int = POOL + 2) -> None:

@@ -18,6 +18,7 @@ from tests.npu.backends.offload import (
     check_corruption,
     check_load_after_step_in_flight,
     check_pressure,
+    check_store,
 )
 from tests.npu.backends.small import saved
 from tests.npu.emulator.child import emulated, needs_npu, run
@@ -89,6 +90,21 @@ def test_ascend_answers_of_hybrids_under_pressure_are_those_without_cache(
     tmp_path: Path, order: str, seed: int
 ) -> None:
     run(state_pressure, {"folder": tmp_path}, {"relax": RELAX, "order": order, "seed": seed, "poison": True})
+
+
+def store_bits_are_equal(folder: Path, num_slots: int | None) -> None:
+    model = hybrid if num_slots else loaded
+    check_store(lambda memory: model(folder, memory and 64 << 20), BUDGET, num_slots)
+
+
+@needs_npu
+@pytest.mark.parametrize(("num_slots", "order", "seed"), [
+    (None, "lazy", 0), (SLOTS, "lazy", 0), (SLOTS, "shuffled", 1)])
+def test_ascend_prefixes_come_from_a_store_with_the_same_bits(
+    tmp_path: Path, num_slots: int | None, order: str, seed: int
+) -> None:
+    run(store_bits_are_equal, {"folder": tmp_path, "num_slots": num_slots},
+        {"relax": RELAX, "order": order, "seed": seed, "poison": True})
 
 
 @emulated(relax=RELAX)

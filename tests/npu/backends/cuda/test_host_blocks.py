@@ -26,6 +26,7 @@ from tests.npu.backends.offload import (
     check_corruption,
     check_load_after_step_in_flight,
     check_pressure,
+    check_store,
 )
 from tests.npu.backends.small import saved
 from tests.support.hybrids import random_hybrid
@@ -105,6 +106,12 @@ def test_cuda_states_come_back_with_the_same_bits(tmp_path: Path, cache: str) ->
     scheduler = check_bits(lambda memory: hybrid(tmp_path, memory, kv_cache_dtype=cache), 64, num_slots=3)
     assert scheduler.tier is not None
     assert scheduler.tier.state_parts > 1
+
+
+@pytest.mark.parametrize("num_slots", [None, 3])
+def test_cuda_prefixes_come_from_a_store_with_the_same_bits(tmp_path: Path, num_slots: int | None) -> None:
+    model = hybrid if num_slots else loaded
+    check_store(lambda memory: model(tmp_path, memory), 64, num_slots)
 
 
 def test_cuda_answers_of_hybrids_under_pressure_are_those_without_cache(tmp_path: Path) -> None:
