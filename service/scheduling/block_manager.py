@@ -62,8 +62,10 @@ class CacheEvents(Protocol):
 
 class EvictedBlocks(Protocol):
     """Keeper of evicted blocks and fixed states: host_tier.py. Those with a scope, which are used by one call, are not
-    saved."""
+    saved. Blocks and states that may be saved before their eviction are offered."""
 
+    def offer(self, digest: bytes) -> None: ...
+    def offer_state(self, digest: bytes) -> None: ...
     def save(self, digest: bytes, block: int) -> None: ...
     def save_state(self, digest: bytes, slot: int) -> None: ...
     def has(self, digest: bytes) -> bool: ...
@@ -183,6 +185,10 @@ class BlockManager:
         """Return whether a block of this content can be found."""
         return digest in self._by_digest
 
+    def block_of(self, digest: bytes) -> int | None:
+        """Return the block of this content that is shared; None if there is none."""
+        return self._by_digest.get(digest)
+
     @property
     def num_uncached(self) -> int:
         """Number of times that a block ceased to be cached, since the start."""
@@ -204,6 +210,12 @@ class BlockManager:
         keeper = self._evicted
         if keeper is not None and ((digest in self._by_digest and digest not in self._scoped) or keeper.has(digest)):
             keeper.save_state(digest, slot)
+
+    def offer_state(self, digest: bytes) -> None:
+        """Let the keeper of evicted blocks save the fixed state after a block before its eviction. Nothing if the block
+        has a scope, or cannot be found."""
+        if self._evicted is not None and digest in self._by_digest and digest not in self._scoped:
+            self._evicted.offer_state(digest)
 
     def is_shared(self, table: BlockTable) -> bool:
         """Return whether the full computed blocks of a table can be found after it is freed."""
@@ -283,10 +295,13 @@ class BlockManager:
             elif table.scope:
                 self._scopes.setdefault(table.scope, set()).add(digest)
                 self._scoped.add(digest)
-            elif events is not None:
-                start = index * self.block_size
-                events.stored(digest, digests[index - 1] if index else None,
-                              token_ids[start : start + self.block_size])
+            else:
+                if self._evicted is not None:
+                    self._evicted.offer(digest)
+                if events is not None:
+                    start = index * self.block_size
+                    events.stored(digest, digests[index - 1] if index else None,
+                                  token_ids[start : start + self.block_size])
         table.num_registered = full
         table._prefix = None
 

@@ -18,9 +18,8 @@ A step saves to at most `max_saves` slots. Blocks that are evicted beyond them a
 is evicted from its end, and is of no use without its beginning. Some blocks are therefore saved before their eviction
 (early_saves.py).
 
-With a store (store_tier.py) all cached blocks and their states are saved early, also in steps without rows, and from
-host memory to the store. They are saved no faster than the store takes them: of blocks that it does not take, the first
-ones of a prefix would be lost, since they are the last to be saved.
+With a store (store_tier.py) blocks and states are saved once they are computed, also in steps without rows, and from
+host memory to the store. They are saved no faster than the store takes them.
 
 The interface to block manager and scheduler is that of a connector: `save`, `find`, `begin_load`, and `end_loads` for
 what has ended. The index ends with the engine's process, as the memory does.
@@ -36,7 +35,7 @@ from typing import NamedTuple, Protocol
 
 from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
-from npuserve.service.scheduling.early_saves import EarlySaves
+from npuserve.service.scheduling.early_saves import EarlySaves, NewSaves
 from npuserve.service.scheduling.state_slots import StateSlots, state_key
 from npuserve.service.scheduling.store_tier import StoreTier
 
@@ -109,7 +108,8 @@ class HostTier:
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._reading: Counter[int] = Counter()  # slots that loads read, which no save may overwrite
         self._max_saves = self.num_slots if host.max_saves is None else host.max_saves
-        self._early = EarlySaves(host, self._max_saves, has_store=store is not None)
+        self._early = EarlySaves(host)
+        self._new = NewSaves(host, self._max_saves)  # used with a store
         self._loads: dict[int, _Load] = {}  # in progress, the oldest first
         self._load_of: dict[bytes, int] = {}  # key -> the load in progress that contains it
         self._ids = itertools.count()
@@ -126,7 +126,7 @@ class HostTier:
     @property
     def has_loads(self) -> bool:
         """True until all loads have ended, and the store needs no `poll` soon."""
-        return bool(self._loads) or (self.store is not None and (self.store.is_busy or self._early.has_waiting))
+        return bool(self._loads) or (self.store is not None and (self.store.is_busy or self._new.has_waiting))
 
     @property
     def has_new_loads(self) -> bool:
@@ -148,13 +148,25 @@ class HostTier:
         """Number of blocks that loads in progress use."""
         return sum(len(load.table.block_ids) for load in self._loads.values())
 
+    def offer(self, digest: bytes) -> None:
+        """Let a block that the prefix cache has now be saved before its eviction."""
+        if self.store is not None:
+            self._new.add_block(digest)
+
+    def offer_state(self, digest: bytes) -> None:
+        """Let the fixed state after a block be saved before its eviction."""
+        if self.store is not None:
+            self._new.add_state(state_key(digest), digest)
+
     def save(self, digest: bytes, block: int) -> None:
         """Keep a block that is evicted. The next step copies it first, unless host memory has it already."""
+        self._new.discard(digest)
         if not self.keep(digest, block):
             self.num_dropped += 1
 
     def save_state(self, digest: bytes, slot: int) -> None:
         """Keep the fixed state in a slot of the device, which is evicted, as `save` keeps a block."""
+        self._new.discard(state_key(digest))
         if not self.keep(state_key(digest), slot, self.state_parts):
             self.num_dropped += 1
 
@@ -255,8 +267,11 @@ class HostTier:
     ) -> tuple[list[HostCopy], list[HostLoad]]:
         """Return the saves and loads that the next step carries."""
         num_free = self._max_saves - self._num_new
-        num_wanted = num_free if self.store is None else self.store.limit_saves(self._max_saves) - self._num_new
-        self._early.plan(self, blocks, states, num_free, num_wanted)
+        if self.store is None:
+            self._early.plan(self, blocks, num_free)
+        else:
+            num_wanted = self.store.limit_saves(self._max_saves) - self._num_new
+            self._new.plan(self, blocks, states, num_free, num_wanted)
         saves = list(itertools.chain.from_iterable(self._new_saves.values()))
         if self.store is not None:
             for key, copies in self._new_saves.items():

@@ -20,9 +20,10 @@ slots run out, a checkpoint without its block is evicted first, then the one of 
 last use plus its worth, where the clock is the priority of the last victim (GreedyDual, Young 1994). A checkpoint that
 was taken on suspicion is worth nothing until its first use.
 
-An evicted checkpoint goes to host memory, if there is any for it (host_tier.py). One on suspicion does not, nor does
-one that a later state of the same answer replaces. A load that brings a state back holds a slot, whose state is a
-checkpoint when the load has ended.
+An evicted checkpoint goes to host memory, if there is any for it (host_tier.py). With a store it goes there once it is
+taken, the one of an answer once the request has ended. One on suspicion does not, nor does one that a later state of
+the same answer replaces. A load that brings a state back holds a slot, whose state is a checkpoint when the load has
+ended.
 
 Steps run in the order of their plans, so a slot may be given away at once, as a block may (step_plan.py).
 """
@@ -263,6 +264,7 @@ class StateSlots:
 
     def free(self, table: SlotTable) -> None:
         """Take back the slots of a table, which is empty afterwards."""
+        self._offer(table.of_answer)
         self._free.extend(table.owned)
         self._forget(table)
 
@@ -305,7 +307,9 @@ class StateSlots:
             checkpoint = self._checkpoints.pop(digest)
             self._checkpoints[digest] = checkpoint  # the last: of equal priorities the least recently used is first
             checkpoint.used = self._clock
-            checkpoint.is_expected = True
+            if not checkpoint.is_expected:
+                checkpoint.is_expected = True
+                self._offer(digest)
         return count, digest
 
     def can_continue(self, *, has_spare: bool) -> bool:
@@ -379,16 +383,23 @@ class StateSlots:
             if replaced and not any(replaced.slot in other.sources for other in self._tables.values()):
                 self._evict(table.of_answer)
             table.of_answer = digest
+        else:
+            self._offer(digest)
 
     def has(self, digest: bytes) -> bool:
         """Return whether the state after a block is a checkpoint."""
         return digest in self._checkpoints
 
-    def expected_slot(self, digest: bytes) -> int:
-        """Return the slot of the checkpoint after a block; NO_SLOT if there is none that other requests are likely to
+    def expected_slot(self, digest: bytes) -> int | None:
+        """Return the slot of the checkpoint after a block; None if there is none that other requests are likely to
         continue."""
         checkpoint = self._checkpoints.get(digest)
-        return checkpoint.slot if checkpoint is not None and checkpoint.is_expected else NO_SLOT
+        return checkpoint.slot if checkpoint is not None and checkpoint.is_expected else None
+
+    def _offer(self, digest: bytes) -> None:
+        """Let a checkpoint that other requests are likely to continue be saved before its eviction."""
+        if self._blocks is not None and self.expected_slot(digest) is not None:
+            self._blocks.offer_state(digest)
 
     def clear(self) -> None:
         """Forget the checkpoints that no row will read."""

@@ -6,7 +6,7 @@ import pytest
 
 from npuserve.npu.step import HostSlots
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
-from npuserve.service.scheduling.early_saves import EarlySaves
+from npuserve.service.scheduling.early_saves import NewSaves
 from npuserve.service.scheduling.state_slots import SlotTable, StateSlots, state_key
 
 PARTS = 3
@@ -53,61 +53,74 @@ class Device:
             slots.source = -1
         self.blocks.free(table)
         self.states.free(slots)
-        host = HostSlots(100, 8, PARTS, max_early_saves=max_early_saves)
-        self.early = EarlySaves(host, max_saves, has_store=True)
+        self.new = NewSaves(HostSlots(100, 8, PARTS, max_early_saves=max_early_saves), max_saves)
+        for digest in self.digests:
+            self.new.add_block(digest)
+            if digest in self.state_slots:
+                self.new.add_state(state_key(digest), digest)
 
     def plan(self, num_free: int = 50, num_wanted: int = 50) -> list[bytes]:
         """Return the keys that a step saves."""
         before = len(self.index.kept)
-        self.early.plan(self.index, self.blocks, self.states, num_free, num_wanted)
+        self.new.plan(self.index, self.blocks, self.states, num_free, num_wanted)
         return [*self.index.kept][before:]
 
 
 def test_states_are_saved_with_their_blocks() -> None:
     device = Device()
     first, second, third, last = device.digests
-    assert device.plan() == [last, state_key(last), third, second, state_key(second), first]
+    assert device.plan() == [first, second, state_key(second), third, last, state_key(last)]
     assert device.index.kept[state_key(second)] == (device.state_slots[second], PARTS)
-    assert not device.early.has_waiting
+    assert not device.new.has_waiting
     assert device.plan() == []
 
 
 def test_step_saves_until_it_has_saved_enough() -> None:
-    """The second save is a state, which exceeds the bound by two slots."""
+    """A state exceeds the bound."""
     device = Device(max_early_saves=2)
     first, second, third, last = device.digests
-    assert device.plan() == [last, state_key(last)]
-    assert device.early.has_waiting
-    assert device.plan() == [third, second]
+    assert device.plan() == [first, second]
+    assert device.new.has_waiting
     assert device.plan(num_wanted=1) == [state_key(second)]
-    assert device.early.has_waiting
     assert device.plan(num_wanted=0) == []
-    assert device.early.has_waiting
-    assert device.plan() == [first]
-    assert not device.early.has_waiting
+    assert device.new.has_waiting
+    assert device.plan() == [third, last]
+    assert device.plan() == [state_key(last)]
+    assert not device.new.has_waiting
 
 
 def test_state_waits_for_a_step_with_space_for_all_parts() -> None:
     device = Device()
-    last = device.digests[-1]
-    assert device.plan(num_free=PARTS) == [last]
-    assert device.early.has_waiting
+    first, second, third, last = device.digests
+    assert device.plan(num_free=PARTS + 1) == [first, second]
+    assert device.new.has_waiting
     assert device.plan(num_free=PARTS - 1) == []
-    assert device.plan(num_free=PARTS) == [state_key(last)]
+    assert device.plan(num_free=PARTS) == [state_key(second)]
+    assert device.plan(num_free=PARTS + 1) == [third, last]
 
 
 @pytest.mark.parametrize(("max_saves", "is_saved"), [(PARTS, True), (PARTS - 1, False)])
 def test_state_of_more_parts_than_a_step_saves_hinders_no_block(max_saves: int, is_saved: bool) -> None:
     device = Device(max_saves)
-    keys = device.plan() + device.plan()
+    keys = device.plan()
     assert {*keys} >= {*device.digests}
     assert (len(keys) == 6) == is_saved
+
+
+def test_what_is_evicted_or_saved_already_is_not_saved() -> None:
+    device = Device()
+    first, second, third, last = device.digests
+    device.index.kept[second] = 0, 0
+    device.new.discard(third)
+    device.states.clear()
+    assert device.plan() == [first, last]
+    assert not device.new.has_waiting
 
 
 def test_full_host_memory_is_no_reason_to_poll() -> None:
     device = Device()
     device.index.is_full = True
     assert device.plan() == []
-    assert not device.early.has_waiting
+    assert not device.new.has_waiting
     device.index.is_full = False
     assert len(device.plan()) == 6

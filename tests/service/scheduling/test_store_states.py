@@ -241,6 +241,51 @@ def test_idle_scheduler_saves_states_and_rests() -> None:
     assert not harness.scheduler.loads.has_loads
 
 
+def test_prefix_that_is_always_in_use_is_saved_with_its_state() -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents, num_blocks=64)
+    harness.add(ids(1), 60)
+    digests = digests_of(harness)
+    for _ in range(30):
+        harness.tick()
+    assert harness.live
+    assert contents.keys() > {*digests, *parts_of(digests[-1])}
+    assert answer(harness_of(contents), ids(1)).cached_tokens == 10
+
+
+def test_state_of_an_answer_is_saved_once_the_request_has_ended() -> None:
+    """Its request takes one state after another while it runs."""
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents, num_blocks=64)
+    sequence = harness.add(ids(1, 11), 14)
+    while sequence.num_generated_tokens < 12:
+        harness.tick()
+    for _ in range(20):
+        harness.scheduler.loads.poll()
+    assert sum(len(key) > 16 for key in contents) == STATE_PARTS
+    harness.finish()
+    idle(harness)
+    digests = harness.blocks.digests(BlockTable(), sequence.token_ids, 12)
+    assert {key[5:21] for key in contents if len(key) > 16} == {digests[4], digests[11]}
+
+
+def test_state_on_suspicion_is_saved_at_its_first_use() -> None:
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents, num_blocks=40, budget=8, spacing=Spacing(1, 4), host_slots=200)
+    answer(harness, ids(1, 40))
+    idle(harness)
+    assert harness.scheduler.slots
+    digests = harness.blocks.digests(BlockTable(), ids(1, 40), 19)
+    suspected = [digest for digest in digests[:-1] if harness.scheduler.slots.has(digest)]
+    assert suspected
+    assert not {*parts_of(suspected[0])} & contents.keys()
+    used = harness.add([*ids(1, 2 * digests.index(suspected[0]) + 2), 5, 5], 2)
+    harness.finish()
+    assert used.cached_tokens
+    idle(harness)
+    assert {*parts_of(suspected[0])} <= contents.keys()
+
+
 def test_early_saves_of_a_step_are_bounded() -> None:
     """A step saves at most one block more than its bound, by those of one state."""
     harness = harness_of({}, num_blocks=64, num_slots=40, host={"max_early_saves": 3, "max_saves": 8})
@@ -282,9 +327,10 @@ def test_state_of_more_than_half_of_host_memory_hinders_no_block(host_slots: int
 
 def test_salts_separate_states() -> None:
     contents = filled()
+    kept = dict(contents)
     second = harness_of(contents)
     assert answer(second, ids(1), cache_salt="a").cached_tokens == 0
-    assert contents.keys().isdisjoint(key for lookup in store_of(second).lookups for key in lookup)
+    assert kept.keys().isdisjoint(key for lookup in store_of(second).lookups for key in lookup)
     idle(second)
     third = harness_of(contents)
     assert answer(third, ids(1), cache_salt="b").cached_tokens == 0
@@ -331,12 +377,13 @@ def test_flush_while_states_are_saved_leaves_none(ticks: int) -> None:
 def test_corrupt_part_is_forgotten_at_its_save_and_counted_once() -> None:
     contents: dict[bytes, Any] = {}
     harness = harness_of(contents)
-    answer(harness, ids(1))
+    harness.add(ids(1), 2)
     tier = tier_of(harness)
     digest = digests_of(harness)[-1]
     while (slots := tier.slots_of(state_key(digest))) is None:
         harness.tick()
     harness.device.corrupt = {slots[1]}
+    harness.finish()
     idle(harness)
     assert not tier.has_state(digest)
     assert tier.num_corrupt == 1

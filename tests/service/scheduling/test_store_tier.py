@@ -278,13 +278,14 @@ def test_save_is_not_tried_again_after_a_flush_or_of_a_corrupt_block() -> None:
 
 def test_salt_and_bypass_find_nothing() -> None:
     contents = filled()
+    kept = dict(contents)
     second = harness_of(contents)
     assert answer(second, ids(1), bypass_prefix_cache=True).cached_tokens == 0
     assert not store_of(second).lookups
     second = harness_of(contents)
     assert answer(second, ids(1), cache_salt="a").cached_tokens == 0
-    assert not contents.keys().isdisjoint(filled())  # the digests are the same in all schedulers
-    assert contents.keys().isdisjoint(digests for lookup in store_of(second).lookups for digests in lookup)
+    assert kept.keys() == filled().keys()  # the digests are the same in all schedulers
+    assert kept.keys().isdisjoint(digests for lookup in store_of(second).lookups for digests in lookup)
 
 
 def test_flush_empties_the_store_and_drops_what_arrives() -> None:
@@ -489,9 +490,10 @@ def test_conversations_at_two_servers_are_answered_as_alone(num_slots: int, seed
             case 2 if number % 5 == 0:
                 harness.scheduler.memory.flush_prefix_cache()
             case 3 | 4:
-                harness.device.corrupt.add(draw.randrange(60))
-            case 5 | 6 | 7 if contents:
-                del contents[draw.choice(sorted(contents))]
+                harness.device.corrupt.update(draw.sample(range(60), 10))
+            case 5 | 6 | 7:
+                for key in draw.sample(sorted(contents), len(contents) // 4):
+                    del contents[key]
             case 8:
                 store_of(harness).is_available = not store_of(harness).is_available
         for sequence in list(harness.live.values()):
@@ -511,7 +513,7 @@ def test_conversations_at_two_servers_are_answered_as_alone(num_slots: int, seed
             harness.check_answer(sequence)
     tiers = [harness.tier for harness in harnesses if harness.tier]
     stores = [tier.store for tier in tiers if tier.store]
-    assert sum(store.hits for store in stores) > 500
+    assert sum(store.hits for store in stores) > 250
     assert sum(store.num_retried for store in stores) > 10
     assert sum(tier.num_corrupt for tier in tiers) > 1
-    assert sum(store_of(harness).failures["lost"] for harness in harnesses) >= 1
+    assert sum(store_of(harness).failures["lost"] for harness in harnesses) > 1 or not num_slots
