@@ -126,8 +126,7 @@ class HostSlots(NamedTuple):
     state_parts: number of slots that a fixed state takes; 0 for a model without.
     max_saves: maximum number of slots that a step saves to; None for no limit.
     num_early: number of blocks, free or next to be evicted, of which nearly all need no save at their eviction.
-    max_early_saves: maximum number of blocks that a step saves before their eviction; with a store, number of slots after
-        which it saves nothing more before its eviction.
+    max_early_saves: maximum number of slots that a step saves to before an eviction; one state may exceed it.
     """
 
     num_slots: int

@@ -13,9 +13,9 @@ look-up asks for the last part of each, since parts are saved in their order. Th
 
 Slots that the store reads or writes are held: no save may overwrite them. At most MAX_HELD_SHARE of the slots are held
 for loads. A save begins while fewer than `max_saves` are held for saves. Blocks and states wait on the device until
-there are fewer (early_saves.py). Those that are evicted before reach host memory alone, as all do while the store is not
-asked, for example at the start. What host memory has and the store lacks, also after failed saves, waits there and is saved
-later:
+there are fewer (early_saves.py). Those that are evicted before reach host memory alone, as all do while the store is
+not asked, for example at the start. What host memory has and the store lacks, also after failed saves, waits there and
+is saved later:
 
     waiting ──► copying, until the copy from the device is complete ──► sending ──► saved
        ▲                                                                   │

@@ -89,6 +89,13 @@ def test_step_saves_until_it_has_saved_enough() -> None:
     assert not device.new.has_waiting
 
 
+def test_parts_of_a_state_count() -> None:
+    device = Device(max_early_saves=4)
+    first, second, third, last = device.digests
+    assert device.plan() == [first, second, state_key(second)]
+    assert device.plan() == [third, last, state_key(last)]
+
+
 def test_state_waits_for_a_step_with_space_for_all_parts() -> None:
     device = Device()
     first, second, third, last = device.digests
@@ -114,6 +121,7 @@ def test_what_is_evicted_or_saved_already_is_not_saved() -> None:
     device.new.discard(third)
     device.states.clear()
     assert device.plan() == [first, last]
+    assert device.index.kept[second] == (0, 0)
     assert not device.new.has_waiting
 
 

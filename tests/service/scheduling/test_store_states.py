@@ -338,6 +338,19 @@ def test_salts_separate_states() -> None:
     assert answer(third, ids(1), bypass_prefix_cache=True).cached_tokens == 0
 
 
+def test_states_of_a_call_that_bypasses_the_cache_are_not_saved() -> None:
+    """Its samples share blocks and states in a scope of their own."""
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents)
+    harness.add_samples(ids(1), 2, 2, bypass_prefix_cache=True)
+    while not (harness.scheduler.slots and harness.scheduler.slots.num_checkpoints):
+        harness.tick()
+    harness.finish()
+    idle(harness)
+    assert not contents
+    assert tier_of(harness).num_saved == 0
+
+
 def test_flush_empties_the_store_and_drops_states_that_arrive() -> None:
     contents = filled()
     second = harness_of(contents)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from npuserve.service.scheduling.block_manager import BlockTable
 from npuserve.service.scheduling.checkpoints import Spacing
 from npuserve.service.scheduling.sequence import Sequence, State
 from npuserve.service.scheduling.store_tier import MAX_SAVE_TRIES
@@ -329,6 +330,39 @@ def test_blocks_that_are_evicted_before_the_store_takes_them_are_dropped_and_cou
     assert store_of(harness).failures["dropped"] >= 4
     for sequence in sequences:
         harness.check_answer(sequence)
+
+
+def test_early_saves_leave_the_space_of_the_store_to_what_the_step_evicts() -> None:
+    harness = harness_of({}, host={"max_early_saves": 8})
+    tier = harness.tier
+    assert tier
+    assert tier.store
+    tier.store._max_saves = 4
+    table = BlockTable()
+    tokens = ids(1, 10)
+    assert harness.blocks.allocate(table, 10)
+    harness.blocks.register(table, tokens, 10)
+    for digest, block in zip(harness.blocks.digests(table, tokens, 3), table.block_ids, strict=False):
+        tier.save(digest, block)
+    saves, _ = tier.take_copies(harness.blocks)
+    assert len(saves) == 4
+    assert not store_of(harness).failures
+
+
+def test_queue_for_a_store_that_takes_nothing_has_only_what_the_device_has() -> None:
+    harness = harness_of({}, num_slots=4, num_blocks=8, spacing=Spacing(1, 100), host={"max_early_saves": 1})
+    assert harness.tier
+    assert harness.tier.store
+    harness.tier.store._max_saves = 0
+    for seed in range(20):
+        harness.add(ids(seed), 2)
+        while harness.live or harness.pipeline:
+            harness.tick()
+    keys = harness.tier._new._digests
+    assert keys
+    assert {key for key in keys if len(key) == 16} <= harness.blocks._by_digest.keys()
+    assert harness.scheduler.slots
+    assert {digest for key, digest in keys.items() if len(key) > 16} <= harness.scheduler.slots._checkpoints.keys()
 
 
 def test_dropped_save_is_made_later_while_host_memory_has_the_block() -> None:
