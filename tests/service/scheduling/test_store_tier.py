@@ -350,14 +350,16 @@ def test_early_saves_leave_the_space_of_the_store_to_what_the_step_evicts() -> N
 
 
 def test_queue_for_a_store_that_takes_nothing_has_only_what_the_device_has() -> None:
-    harness = harness_of({}, num_slots=4, num_blocks=8, spacing=Spacing(1, 100), host={"max_early_saves": 1})
+    harness = harness_of({}, num_slots=6, num_blocks=100, spacing=Spacing(1, 100))
     assert harness.tier
     assert harness.tier.store
     harness.tier.store._max_saves = 0
+    first = harness.add(ids(99), 160)  # its blocks stay the first in the queue
     for seed in range(20):
-        harness.add(ids(seed), 2)
-        while harness.live or harness.pipeline:
+        other = harness.add(ids(seed), 2)
+        while other.id in harness.live:
             harness.tick()
+    assert first.id in harness.live
     keys = harness.tier._new._digests
     assert keys
     assert {key for key in keys if len(key) == 16} <= harness.blocks._by_digest.keys()
