@@ -489,6 +489,26 @@ def test_answers_are_those_alone_with_a_faulty_store(data: st.DataObject) -> Non
             harness.check_answer(sequence)
 
 
+def disturb(
+    draw: random.Random, harness: SchedulerHarness, sequences: list[Sequence], contents: dict[bytes, Any]
+) -> None:
+    """Cancel, pause, flush, corrupt slots of host memory, lose values of the store, or let it become unavailable."""
+    match draw.randrange(40):
+        case 0:
+            harness.cancel(draw.choice(sequences))
+        case 1:
+            harness.pause(draw.choice(sequences))
+        case 2 if draw.random() < 0.2:
+            harness.scheduler.memory.flush_prefix_cache()
+        case 3 | 4:
+            harness.device.corrupt.update(draw.sample(range(60), 10))
+        case 5 | 6 | 7:
+            for key in draw.sample(sorted(contents), len(contents) // 4):
+                del contents[key]
+        case 8:
+            store_of(harness).is_available = not store_of(harness).is_available
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("num_slots", [0, 6])
@@ -506,7 +526,7 @@ def test_conversations_at_two_servers_are_answered_as_alone(num_slots: int, seed
         harness.device.load_polls = 3
     turns = [ids(index, 6) for index in range(10)]
     all_sequences: list[tuple[SchedulerHarness, Sequence]] = []
-    for number in range(400):
+    for _ in range(250):
         harness = draw.choice(harnesses)
         index = draw.randrange(len(turns))
         salt = "s" * (index % 3 == 0)
@@ -518,20 +538,7 @@ def test_conversations_at_two_servers_are_answered_as_alone(num_slots: int, seed
         if draw.random() < 0.3:
             turns[index] = [*turns[index], *ids(draw.randrange(1000), 3)] if len(turns[index]) < 24 else ids(
                 draw.randrange(1000), 6)
-        match draw.randrange(40):
-            case 0:
-                harness.cancel(draw.choice(sequences))
-            case 1:
-                harness.pause(draw.choice(sequences))
-            case 2 if number % 5 == 0:
-                harness.scheduler.memory.flush_prefix_cache()
-            case 3 | 4:
-                harness.device.corrupt.update(draw.sample(range(60), 10))
-            case 5 | 6 | 7:
-                for key in draw.sample(sorted(contents), len(contents) // 4):
-                    del contents[key]
-            case 8:
-                store_of(harness).is_available = not store_of(harness).is_available
+        disturb(draw, harness, sequences, contents)
         for sequence in list(harness.live.values()):
             if sequence.is_paused and draw.random() < 0.2:
                 harness.unpause(sequence)
@@ -549,7 +556,7 @@ def test_conversations_at_two_servers_are_answered_as_alone(num_slots: int, seed
             harness.check_answer(sequence)
     tiers = [harness.tier for harness in harnesses if harness.tier]
     stores = [tier.store for tier in tiers if tier.store]
-    assert sum(store.hits for store in stores) > 250
-    assert sum(store.num_retried for store in stores) > 10
+    assert sum(store.hits for store in stores) > 150
+    assert sum(store.num_retried for store in stores) > 5
     assert sum(tier.num_corrupt for tier in tiers) > 1
     assert sum(store_of(harness).failures["lost"] for harness in harnesses) > 1 or not num_slots
