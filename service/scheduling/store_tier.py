@@ -242,9 +242,10 @@ class StoreTier:
                 self._end(call)
 
     def _save_waiting(self, index: SlotIndex) -> None:
-        """Begin to save what waits: what was added last, the first blocks of a prefix, first."""
+        """Begin to save what waits, the oldest first: the first blocks of a prefix before the others."""
         while self._can_save_waiting and self.limit_saves(1):
-            key, num_failures = self._waiting.popitem()
+            key = next(iter(self._waiting))
+            num_failures = self._waiting.pop(key)
             slots = index.slots_of(key)
             if slots is not None:  # host memory has it still
                 self.num_retried += num_failures > 0

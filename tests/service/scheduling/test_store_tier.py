@@ -178,6 +178,7 @@ def test_blocks_are_saved_once_the_store_is_asked(is_flushed: bool) -> None:
     store_of(harness).is_available = True
     idle(harness)
     assert len(contents) == (0 if is_flushed else 6)
+    assert is_flushed or list(contents)[:5] == harness.blocks.digests(BlockTable(), ids(1), 5)
     assert harness.tier
     assert harness.tier.store
     assert harness.tier.store.num_retried == 0
