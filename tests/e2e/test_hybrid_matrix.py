@@ -69,9 +69,10 @@ def chats() -> list[list[int]]:
 PROMPTS = chats()
 
 in_any_company = pytest.mark.parametrize(("kind", "budget"), [
-    ("one rank", 7), ("two ranks", 32), ("w8a8", 512), ("experts two ranks", 32),
+    ("two ranks", 7), ("w8a8", 512), ("experts two ranks", 32),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        ("one rank", 1), ("one rank", 32), ("one rank", 512), ("w8a8", 32), ("experts", 7), ("experts", 512)))],
+        ("one rank", 1), ("one rank", 7), ("one rank", 32), ("one rank", 512), ("two ranks", 32), ("w8a8", 32),
+        ("experts", 7), ("experts", 512)))],
     indirect=True, scope="module")
 """Kinds of models, and tokens of a step of the server: by default each number of ranks, model and budget once."""
 
