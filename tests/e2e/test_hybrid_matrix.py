@@ -74,7 +74,7 @@ in_any_company = pytest.mark.parametrize(("kind", "budget"), [
         ("one rank", 1), ("one rank", 7), ("one rank", 32), ("one rank", 512), ("two ranks", 32), ("w8a8", 32),
         ("experts", 7), ("experts", 512)))],
     indirect=True, scope="module")
-"""Kinds of models, and tokens of a step of the server: by default each number of ranks, model and budget once."""
+"""Kinds of models, and tokens of a step of the server: by default each number of ranks and form of model once."""
 
 
 @dataclass(frozen=True)
