@@ -248,7 +248,7 @@ class Drafting:
             self.speculator.mixed_step_applied(
                 StepTokens(step.rows, step.tokens, step.drafts), accepted, seconds, depth=step.head_depth,
                 head_seconds=head_seconds)
-        if self._steps and running:
+        if self._steps and running and self.speculator.is_review_due:
             began = self._clock()
             candidates, _, load = self._candidates(running)
             if candidates:

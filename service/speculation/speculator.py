@@ -22,14 +22,14 @@ MAX_ROW_DRAFTS = 15
 """Most drafts of a row."""
 RATIO_WEIGHT = 0.3
 """Weight of the latest step in the expected speed."""
-MAX_LOSS = 0.005
+MAX_LOSS = 0.01
 """Share of the time that steps with drafts may lose."""
 MAX_BALANCE_STEPS = 20.0
 """Most gain that is kept against later losses, in overlapped steps, beside that for prompts (PROMPT_WEIGHT)."""
 PROMPT_WEIGHT = 0.001
 """Weight of the latest step in the head's seconds of recent prompts. As much gain is kept for later prompts, which the
 head computes before their answers can gain by it."""
-FIRST_BALANCE_STEPS = 2.0
+FIRST_BALANCE_STEPS = 3.0
 """Losses that are allowed before anything was gained."""
 MAX_DEBT_STEPS = 2.0
 """Losses beyond the balance at which the rows no longer wait. They wait again once the debt is paid."""
@@ -38,9 +38,9 @@ MIN_OVERLAPPED = 4
 MAX_WAITING = 256
 """Steps in which the rows wait, after which MIN_OVERLAPPED steps overlap, so that their seconds are known."""
 MAX_DRAFTING_SHARE = 0.003
-"""Share of the time for drafting above which failed searches pause longer."""
+"""Share of the time for drafting above which failed searches and reviews pause longer."""
 SHORT_PAUSE, LONG_PAUSE = 1, 16
-"""Tokens between two failed searches."""
+"""Tokens between two failed searches of a request, and overlapped steps between two reviews."""
 SHARE_SECONDS = 2.0
 """Seconds over which the share is averaged."""
 MIN_PROBE_STEPS, MAX_PROBE_STEPS = 2, 64
@@ -129,6 +129,7 @@ class Speculator:
         self._balance: float | None = None  # seconds that drafts have saved, less those they have lost; bounded
         self._prompt_seconds = 0.0  # those of the head for prompts of about the last 1 / PROMPT_WEIGHT steps
         self._overlapped = 0  # overlapped steps since the rows last waited
+        self._unreviewed = 0  # steps since the last review
         self._waiting = 0  # waiting steps since as many overlapped ones were measured
         self.head = HeadSwitch(self.predicted_rates) if mode == "auto" and depth else None
         self._unpredicted = 0  # waiting steps since the head drafted as many tokens as it can
@@ -145,7 +146,7 @@ class Speculator:
 
     @property
     def max_pause(self) -> int:
-        """Most tokens of a drafter between two failed searches."""
+        """Most tokens of a drafter between two failed searches, and most steps between two reviews."""
         is_expensive = self._share_drafting > MAX_DRAFTING_SHARE * self._share_seconds
         return LONG_PAUSE if is_expensive else SHORT_PAUSE
 
@@ -185,8 +186,14 @@ class Speculator:
 
         Parameters as of `choose`.
         """
+        self._unreviewed = 0
         if self.mode == "auto":
             self._review(candidates, load, min(budget, MAX_STEP_DRAFTS), is_beside_prompts=is_beside_prompts)
+
+    @property
+    def is_review_due(self) -> bool:
+        """Whether `review` is worth its time after this step."""
+        return self.mode == "auto" and self._unreviewed >= self.max_pause
 
     def step_applied(
         self, load: StepTokens, tokens: int, seconds: float, *, is_overlapped: bool, depth: int | None = None,
@@ -202,6 +209,7 @@ class Speculator:
         """
         if is_overlapped:
             self._overlapped += 1
+        self._unreviewed += 1
         head_seconds = self._head_seconds(depth, head_seconds, seconds)
         self._count_step()
         taken = self.costs.record(load.tokens, seconds - head_seconds, is_overlapped=is_overlapped)
@@ -227,6 +235,7 @@ class Speculator:
         seconds: since the step before was applied.
         depth, head_seconds: see `step_applied`.
         """
+        self._unreviewed += 1
         num_prompt_tokens = max(1, load.tokens - load.rows - load.drafts)
         head_seconds = self._head_seconds(depth, head_seconds, seconds, num_prompt_tokens)
         self._count_step()

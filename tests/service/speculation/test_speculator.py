@@ -189,6 +189,24 @@ def test_costs_of_few_waiting_steps_are_forgotten() -> None:
     assert costs.seconds_of(16) == pytest.approx(2.0)
 
 
+def test_reviews_pause_where_they_take_a_large_share_of_the_time() -> None:
+    """Steps of a millisecond with reviews of 0.1 ms, and of 0.1 s."""
+    for seconds, most in (0.001, 0.1), (0.1, 1.0):
+        speculator = Speculator("auto", depth=3)
+        drafter = KnownDrafter(speculator.rates, lambda place: False)
+        load = StepTokens(1, 1)
+        reviews = 0
+        for _ in range(1000):
+            speculator.step_applied(load, 1, seconds, is_overlapped=True)
+            if speculator.is_review_due:
+                speculator.review([Candidate(drafter, 100)], load, 512)
+                speculator.add_drafting(0.0001)
+                reviews += 1
+        assert 0.05 <= reviews / 1000 <= most
+        assert (reviews == 1000) is (most == 1.0)
+    assert not Speculator("suffix").is_review_due
+
+
 def test_suffix_drafts_twice_the_match_within_the_limits() -> None:
     speculator = Speculator("suffix")
     assert speculator.waits
