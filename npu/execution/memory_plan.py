@@ -282,10 +282,12 @@ def rotary_bytes(config: ModelConfig, length: int) -> int:
 
 
 def _wide_router_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
-    """Return the bytes of the routers' weights in float32 beside those of `dtype` (`Capabilities.widens_routers`)."""
+    """Return the bytes of the routers' weights in float32 beside those of `dtype` (`Capabilities.widens_routers`). That
+    of the MTP head is among them."""
     if not backend.capabilities.widens_routers or dtype == torch.float32:
         return 0
-    routers = (layer.count * layer.hidden for layer in config.local_layers if isinstance(layer, Experts))
+    layers = [*config.local_layers, *(config.predictor.local_layers if config.predictor else ())]
+    routers = (layer.count * layer.hidden for layer in layers if isinstance(layer, Experts))
     return sum(routers) * torch.float32.itemsize
 
 

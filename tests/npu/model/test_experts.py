@@ -178,13 +178,15 @@ def test_devices_without_kernels_for_experts_refuse_them() -> None:
         predict(ModelConfig.from_dict(config_of(0)), backend)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_plan_counts_the_copies_of_routers_in_float32(dtype: str) -> None:
-    config, backend = ModelConfig.from_dict(config_of(0)), CpuBackend()
+@pytest.mark.parametrize(("dtype", "seed"), [("float32", 0), ("bfloat16", 0), ("bfloat16", 2)])
+def test_plan_counts_the_copies_of_routers_in_float32(dtype: str, seed: int) -> None:
+    """Qwen3.5, of seed 2, has one more in its head for multi-token prediction."""
+    config, backend = ModelConfig.from_dict(config_of(seed)), CpuBackend()
     plain = predict(config, backend, dtype=dtype)
     backend.capabilities = replace(backend.capabilities, widens_routers=True)
-    routers = [layer for layer in config.local_layers if isinstance(layer, Experts)]
-    assert routers
+    layers = [*config.local_layers, *(config.predictor.local_layers if config.predictor else ())]
+    routers = [layer for layer in layers if isinstance(layer, Experts)]
+    assert len(routers) == (2 if seed == 0 else 1 + config.num_layers)
     copies = sum(4 * layer.count * config.hidden_size for layer in routers) if dtype == "bfloat16" else 0
     assert predict(config, backend, dtype=dtype).weights == plain.weights + copies
 
