@@ -20,6 +20,7 @@ from bench.serving.server import ranks_of
 from tests.e2e.processes import engine_of, ids_while_the_engine_is_killed, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_ranks import is_alive
+from tests.npu.backends.mtp import add_head
 from tests.npu.backends.small import saved
 from tests.support.hybrids import random_hybrid
 from tests.support.mixtures import random_mixture
@@ -106,6 +107,20 @@ def test_samples_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
         with serving(folder, *device, *LIMITS) as server:
             found.append([*tokens(server, 2), *samples(server)])
     assert found[0] == found[1]
+
+
+def test_tokens_of_a_head_with_experts_are_those_of_the_cpu(tmp_path: Path) -> None:
+    """Rows of up to 3 tokens are verified, and drafts made, in captured steps."""
+    folder = str(add_head(save(mixture(), tmp_path), damping=0.2))
+    expected = served_by_cpu(folder)
+    with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "2", *LIMITS, "--speculate", "mtp",
+                 "--draft-depth", "2", "--kernel-sampling", "0") as cuda:
+        assert list(tokens(cuda)) == expected
+        drafted, accepted = (cuda.metric(f"npuserve_{name}_tokens_total", kind="mtp")
+                             for name in ("draft", "accepted_draft"))
+        assert 0 < accepted < drafted
+        captured, eager = (cuda.metric("npuserve_step_seconds_count", mode=mode) for mode in ("captured", "eager"))
+        assert captured > 0 == eager
 
 
 @pytest.mark.full

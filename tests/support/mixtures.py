@@ -74,12 +74,12 @@ def random_mixture(seed: int, **changes: Any) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def restack(folder: Path, *, stacked: bool) -> None:
-    """Write the experts of a checkpoint in one tensor, or one by one."""
+def restack(folder: Path, *, stacked: bool, of: str = "") -> None:
+    """Write the experts of a checkpoint in one tensor, or one by one. of: beginning of their tensors' names."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     experts: dict[tuple[str, str], dict[int, torch.Tensor]] = {}
-    for name in list(tensors):
+    for name in [name for name in tensors if name.startswith(of)]:
         if one := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name):
             experts.setdefault((one[1], one[3]), {})[int(one[2])] = tensors.pop(name)
         elif name.endswith("experts.gate_up_proj"):

@@ -82,12 +82,16 @@ def saved_w8a8(
     model: PreTrainedModel, folder: Path, scheme: W8A8 = PLAIN_W8A8, ignore: tuple[str, ...] = ("lm_head",),
     **settings: Any,
 ) -> Path:
-    """Save a checkpoint in the format of compressed-tensors, written without it.
+    """Save a checkpoint in W8A8 (`round_linears`). settings: of save_pretrained."""
+    return round_linears(saved(model, folder, **settings), scheme, ignore)
+
+
+def round_linears(folder: Path, scheme: W8A8, ignore: tuple[str, ...]) -> Path:
+    """Round a checkpoint in place to the format of compressed-tensors, written without it.
 
     Linear layers are rounded to nearest. Zero points, if the scheme has them, are arbitrary; static input scales almost
-    never clip. settings: of save_pretrained.
+    never clip.
     """
-    model.save_pretrained(folder, **settings)
     quantization = Quantization(((("Linear",), scheme),), ignore)
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from npuserve.npu import backends
 from npuserve.npu.backends.cuda import backend as cuda_backend
 from npuserve.npu.backends.cuda import emulated_backend
 from npuserve.npu.backends.cuda.graphs import CudaGraphs
@@ -17,6 +18,7 @@ from npuserve.npu.execution.batch import Batch
 from npuserve.npu.execution.draft_buffers import SampledTokens
 from npuserve.npu.execution.predictor import MtpHead
 from npuserve.npu.execution.runner import Runner
+from npuserve.npu.quantization.w8a8 import W8A8
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.kernels.triton import needs_triton
 from tests.npu.backends.cuda.test_backend import emulated, load  # noqa: F401
@@ -25,17 +27,27 @@ from tests.npu.backends.eagle import saved_eagle
 from tests.npu.backends.mtp import add_head
 from tests.npu.backends.small import GREEDY, ids_of
 from tests.npu.backends.small import saved as saved_small
+from tests.npu.model.test_experts_quantized import FLOATS
+from tests.support.golden_cpu import GoldenCpu
 from tests.support.loop import Answer, Ask, serve
-from tests.support.models import random_model, saved
+from tests.support.mixtures import random_mixture, restack
+from tests.support.models import PLAIN_W8A8, random_model, round_linears, saved
 from tests.support.mtp import damped
-from tests.support.recorded_drafting import RecordedDrafting
+from tests.support.recorded_drafting import RecordedDrafting, StoppedDrafting
 
 pytestmark = needs_triton
 
 DEPTH = 2
+EXPERTS: dict[str, Any] = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "hidden_size": 32,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+NEXT: dict[str, Any] = EXPERTS | {"mlp_only_layers": [], "decoder_sparse_step": 1}
 MODELS: dict[str, Any] = {
     "hybrid": hybrid,
-    "dense": lambda: hybrid(layer_types=["full_attention"] * 2)}
+    "dense": lambda: hybrid(layer_types=["full_attention"] * 2),
+    "experts": lambda: random_mixture(2, **EXPERTS),
+    "Qwen3-Next": lambda: random_mixture(1, **NEXT)}
 
 
 def loaded(folder: Path, name: str, **settings: Any) -> Runner:
@@ -68,14 +80,59 @@ def assert_equal(cuda: tuple[list[Answer], RecordedDrafting], cpu: tuple[list[An
 
 
 @pytest.mark.parametrize(("model", "sampling"), [
-    ("hybrid", {"logprobs": 1}), pytest.param("hybrid", {"temperature": 0.7}, marks=pytest.mark.full), ("dense", {})],
-    ids=str)
+    ("hybrid", {"logprobs": 1}), pytest.param("hybrid", {"temperature": 0.7}, marks=pytest.mark.full), ("dense", {}),
+    ("experts", {"logprobs": 1}), pytest.param("experts", {"temperature": 0.7}, marks=pytest.mark.full),
+    pytest.param("Qwen3-Next", {}, marks=pytest.mark.full)], ids=str)
 def test_cuda_answers_and_drafts_of_a_head_equal_the_cpus(
     tmp_path: Path, model: str, sampling: dict[str, Any]
 ) -> None:
     folder = add_head(saved(MODELS[model](), tmp_path), damping=0.3)
     cuda, cpu = (answered(loaded(folder, name, mtp="on"), asks(2, **sampling)) for name in ("cuda", "cpu"))
     assert_equal(cuda, cpu)
+
+
+@pytest.mark.parametrize("head", ["float8", "floats"])
+def test_cuda_answers_and_drafts_of_quantized_experts_equal_the_cpus(tmp_path: Path, head: str) -> None:
+    """Published checkpoints have model and head in float8 in blocks, with fc in floats, or only the model quantized.
+    Then the experts of the head may be in one tensor, those of the model are not."""
+    if head == "float8":
+        scheme = W8A8(per_channel=False, float8=True, blocks=True)
+        floats = (*FLOATS, "mtp.fc")
+        sizes = {"hidden_size": 144, "moe_intermediate_size": 144, "shared_expert_intermediate_size": 144}
+        backends.register_emulated(GoldenCpu)
+    else:
+        scheme = PLAIN_W8A8
+        floats = (*FLOATS, "re:mtp[.].*")
+        sizes = {}
+    folder = add_head(saved(random_mixture(2, **EXPERTS | sizes), tmp_path), damping=0.3)
+    restack(folder, stacked=False, of="" if head == "float8" else "model.")
+    round_linears(folder, scheme, floats)
+    found = []
+    for name in ("cuda", "cpu"):
+        runner = loaded(folder, name, mtp="on")
+        found.append(answered(runner, asks(2)))
+        if name == "cuda":
+            assert runner.fallbacks == []
+    assert_equal(*found)
+
+
+def test_cuda_drafts_of_experts_equal_the_cpus_after_pauses_of_the_head(tmp_path: Path) -> None:
+    """The head returns to requests in progress and to prefixes that were computed without it, with any number of
+    drafts."""
+    folder = add_head(saved(MODELS["experts"](), tmp_path), damping=1.0)  # drafts depend on what attention reads
+    requests = [Ask(6 * index, None, {
+        "prompt_ids": ids_of(34, 7) + ids_of(2 + 2 * index, index), "max_tokens": 7, "sampling": GREEDY})
+        for index in range(3)]
+    found = []
+    for name in ("cuda", "cpu"):
+        runner = loaded(folder, name, mtp="auto", max_num_batched_tokens=32, max_num_seqs=3)
+        drafting = StoppedDrafting(DEPTH, runner.max_drafts, lambda step: step % 7 > 2, runner.block_size)
+        answers, scheduler = serve(runner, requests, 2, 12, 3, 32, drafting=drafting)
+        assert scheduler.memory.prefix_hits
+        assert drafting.head_steps["stopped"]
+        assert len(drafting.drafts) > 5
+        found.append(([answer.tokens for answer in answers], drafting.drafts))
+    assert found[0] == found[1]
 
 
 def test_cuda_answers_and_drafts_of_a_smaller_model_equal_the_cpus(tmp_path: Path) -> None:
@@ -116,9 +173,12 @@ def test_cuda_warm_up_and_measured_step_draft(tmp_path: Path, monkeypatch: pytes
     assert drafted == [(8, DEPTH)] * 2
 
 
-def test_cuda_step_with_a_head_is_two_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model", ["hybrid", "experts"])
+def test_cuda_step_with_a_head_is_two_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
     """One verifies the drafts of a step, and one drafts."""
-    folder = add_head(saved(hybrid(), tmp_path))
+    folder = add_head(saved(MODELS[model](), tmp_path))
     runner = loaded(folder, "cuda", mtp="on")
     replays: list[tuple[int, int]] = []
     replay = CudaGraphs.replay

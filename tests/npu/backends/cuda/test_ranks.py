@@ -104,6 +104,25 @@ def test_mixtures_of_experts_equal_one_process(tmp_path: Path, seed: int, whole:
     assert {step.captured for step in divided.steps} == {is_captured}
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["rows", "whole"])
+def test_drafts_of_a_head_with_experts_change_no_token(tmp_path: Path, whole: bool) -> None:
+    """Each rank has its part of the head's experts. A step and its drafts are captured."""
+    from tests.support.mixtures import random_mixture
+    from tests.support.models import saved
+    from tests.support.mtp import add_likely_mtp, damped
+
+    few = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "hidden_size": 32,
+           "layer_types": ["linear_attention", "full_attention"]}
+    model = damped(random_mixture(2, **MIXTURES[2] | few))
+    add_likely_mtp(model, saved(model, tmp_path))
+    settings = CUDA | {"tokens": 4, "mtp": "on", "max_drafts": 8, "draft_depth": 2, "capture": "on"}
+    alone = reports(tmp_path, 1, GREEDY, tokens=4, max_model_len=64).answers
+    divided = reports(tmp_path, 2, GREEDY, shared=False, counts=True, expert_parallel=whole, **settings)
+    assert [tokens for tokens, *_ in divided.answers] == [tokens for tokens, *_ in alone]
+    assert {step.captured for step in divided.steps} == {True}
+    assert divided.accepted > 2
+
+
 def test_hybrid_ranks_equal_one_process(tmp_path: Path) -> None:
     """Linear attention by heads, with states in slots, in captured steps."""
     from tests.support.hybrids import random_hybrid
