@@ -8,7 +8,8 @@
 3. `collect` waits for the oldest step, while the device computes the next: two steps are in flight then. Without double
    buffering one is, and it is the one to wait for. During a long step the engine continues to read messages, so
    that cancels, refusals and deadlines do not wait for it. The scheduler appends the sampled tokens to their requests,
-   ends the complete ones, and frees their blocks.
+   ends the complete ones, and frees their blocks. If no step is in flight then, the next one is launched at once, so
+   that the device does not wait for 4 and 1: without double buffering, and where drafts need the step's tokens.
 4. `send` sends each front end, in one message, the step's output for its requests.
 
 The scheduler owns the requests, the block manager the KV cache's blocks, the runner the device, the pipeline the steps
@@ -25,7 +26,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from npuserve.npu.execution.pooler import Pooler
@@ -66,7 +67,7 @@ from npuserve.service.ipc.messages import (
 from npuserve.service.ipc.profile_messages import StartProfile, StopProfile
 from npuserve.service.processes.child import Heartbeat
 from npuserve.service.scheduling.scheduler import Scheduler
-from npuserve.service.scheduling.sequence import Sequence
+from npuserve.service.scheduling.sequence import Progress, Sequence
 from npuserve.service.streams.records import Records
 from npuserve.service.structured_output.manager import MASK_WAIT_SECONDS, BuiltCompiler, StructuredOutputManager
 
@@ -167,7 +168,8 @@ class Engine:
         while not self._is_stopping:
             self._heartbeat.beat()
             self.receive(self._idle_timeout() if self._is_idle else 0.0)
-            self._launch_next()
+            if not self._pipeline.must_collect:
+                self._launch_next()
             if self._pipeline.must_collect:
                 self.collect()
             elif not self._pipeline:
@@ -211,12 +213,24 @@ class Engine:
                 return
 
     def collect(self) -> None:
-        """Wait for the oldest step in flight, and send its output."""
+        """Wait for the oldest step in flight, and send its output. The next step may be launched before that."""
         self._receive_during_step()
         done = self._pipeline.collect()
         tokens = self._outbox.add(done.progress, done.collected)
+        if self._launches_before_output(done.progress):
+            self._launch_next()
         self._outbox.flush()
         self._metrics.stepped(done.step, done.result, tokens, done.launched, done.collected)
+
+    def _launches_before_output(self, progress: Iterable[Progress]) -> bool:
+        """Return whether the next step is launched before the output of the collected one is sent: no other step is in
+        flight, so that the device is idle meanwhile.
+
+        Not if messages have arrived, which may change the step, nor if its launch may wait for masks.
+        """
+        if self._pipeline or self._is_stopping or self._socket.has_input():
+            return False
+        return all(part.sequence.matcher is None for part in progress)
 
     def receive(self, timeout: float) -> None:
         """Handle all messages that have arrived, after waiting at most `timeout` seconds for the first. Then drop the

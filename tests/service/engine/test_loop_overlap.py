@@ -16,7 +16,10 @@ from npuserve.service.engine import loop
 from npuserve.service.engine.loop import LATE_SECONDS, Engine
 from npuserve.service.ipc import messages as m
 from npuserve.service.scheduling.block_manager import BlockManager
+from npuserve.service.scheduling.drafting import Drafting
 from npuserve.service.scheduling.scheduler import Scheduler
+from npuserve.service.scheduling.sequence import Progress
+from npuserve.service.speculation.speculator import Speculator
 from tests.service.engine.test_loop import MODEL
 from tests.support.counting_runner import FakeRunner
 
@@ -145,9 +148,13 @@ class Recorder(FakeRunner):
         return super().collect(handle)
 
 
+def scheduler_of(drafting: Drafting | None = None) -> Scheduler:
+    return Scheduler(BlockManager(64, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64, max_queue=2,
+                     aging_seconds=1.0, drafting=drafting)
+
+
 def calls_of(double_buffering: bool) -> list[tuple[str, int]]:
-    scheduler = Scheduler(
-        BlockManager(64, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64, max_queue=2, aging_seconds=1.0)
+    scheduler = scheduler_of()
     script = Script({0: [m.Submit(1, m.Request("r", [1, 2], 4, 0.0))]})
     runner = Recorder()
     script.engine = Engine(scheduler, runner, script, MODEL, 7, double_buffering)  # type: ignore[arg-type]
@@ -163,9 +170,86 @@ def test_no_double_buffering_has_one_step_in_flight() -> None:
     assert calls_of(False) == [("launch", 0), ("collect", 1)] * 4
 
 
+class DraftingRecorder(Recorder):
+    """Runner that drafts right tokens."""
+
+    def launch(self, step: Step) -> tuple[StepResult, float]:
+        launched = super().launch(step)
+        for row in step.rows:
+            last = self._known[row.request_id].tokens[-1]
+            launched[0].drafts[row.request_id] = [last + 1 + number for number in range(row.predicts)]
+        return launched
+
+
+@dataclass
+class Recorded(Script):
+    """Script that records what is sent among the calls of the runner."""
+
+    runner: DraftingRecorder = field(default_factory=DraftingRecorder)
+
+    def send(self, frontend: bytes, message: m.ToFrontend) -> bool:
+        if isinstance(message, m.Outputs) and (tokens := sum(len(output.token_ids) for output in message.outputs)):
+            self.runner.seen.append(("send", tokens))
+        return super().send(frontend, message)
+
+
+def recorded(
+    messages: dict[int, list[m.ToEngine]], *, drafts: bool, double_buffering: bool
+) -> list[tuple[str, int]]:
+    """Return the calls of the runner and what is sent."""
+    drafting = Drafting(Speculator("mtp", recomputes=False, depth=1), 8) if drafts else None
+    script = Recorded(messages)
+    script.engine = Engine(
+        scheduler_of(drafting), script.runner, script, MODEL, 7, double_buffering)  # type: ignore[arg-type]
+    script.engine.run()
+    return script.runner.seen
+
+
+FIRST_STEPS = {False: [("launch", 0)], True: [("launch", 0), ("launch", 1), ("collect", 2), ("send", 1)]}
+"""Calls before those of a step that was planned with none in flight, without drafts and with drafts: these follow the
+first token."""
+
+
+@pytest.mark.parametrize(("drafts", "sent"), [(False, [1, 1, 1, 1]), (True, [1, 2, 2, 2, 1])])
+def test_step_is_launched_before_the_output_of_the_one_it_waits_for(drafts: bool, sent: list[int]) -> None:
+    """The device would wait for the messages."""
+    count = 9 if drafts else 4
+    expected = list(FIRST_STEPS[drafts])
+    for tokens in sent[:-1]:
+        expected += [("collect", 1), ("launch", 0), ("send", tokens)]
+    messages: dict[int, list[m.ToEngine]] = {0: [m.Submit(1, m.Request("r", [1, 2], count, 0.0))]}
+    seen = recorded(messages, drafts=drafts, double_buffering=drafts)
+    assert seen == [*expected, ("collect", 1), ("send", sent[-1])]
+
+
+@pytest.mark.parametrize(("drafts", "turn", "tokens"), [(False, 1, 2), (True, 3, 3)])
+def test_messages_that_arrived_during_a_step_are_read_before_the_next(drafts: bool, turn: int, tokens: int) -> None:
+    """The prompt of the new request is in the next step, and the output does not wait for its launch."""
+    messages: dict[int, list[m.ToEngine]] = {
+        at: [m.Submit(at, m.Request(f"r{at}", [1, 2], 9, 0.0))] for at in (0, turn)}
+    seen = recorded(messages, drafts=drafts, double_buffering=drafts)
+    first = [*FIRST_STEPS[drafts], ("collect", 1), ("send", 1), ("launch", 0), ("collect", 1), ("launch", 0)]
+    assert seen[: len(first) + 1] == [*first, ("send", tokens)]
+
+
+def test_output_is_sent_before_the_next_launch_while_another_step_is_in_flight() -> None:
+    messages: dict[int, list[m.ToEngine]] = {0: [m.Submit(1, m.Request("r", [1, 2], 4, 0.0))]}
+    seen = recorded(messages, drafts=False, double_buffering=True)
+    assert seen == [("launch", 0), *[("launch", 1), ("collect", 2), ("send", 1)] * 3, ("collect", 1), ("send", 1)]
+
+
+def test_outputs_are_sent_before_masks_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    sequence = SimpleNamespace(matcher=None)
+    engine = object.__new__(Engine)
+    for name, made in {"_pipeline": [], "_is_stopping": False, "_socket": Script({})}.items():
+        monkeypatch.setattr(engine, name, made, raising=False)
+    assert engine._launches_before_output([Progress(sequence, [5])])  # type: ignore[arg-type]
+    sequence.matcher = object()
+    assert not engine._launches_before_output([Progress(sequence, [5])])  # type: ignore[arg-type]
+
+
 def test_stop_applies_the_steps_in_flight() -> None:
-    scheduler = Scheduler(
-        BlockManager(64, BLOCK_SIZE), max_num_seqs=4, max_num_batched_tokens=64, max_queue=2, aging_seconds=1.0)
+    scheduler = scheduler_of()
     script = Script({0: [m.Submit(1, m.Request("r", [1, 2], 40, 0.0))]})
     runner = Recorder()
     engine = script.engine = Engine(scheduler, runner, script, MODEL, 7)  # type: ignore[arg-type]
