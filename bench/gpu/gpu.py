@@ -14,7 +14,8 @@ be installed. Parts, the most important first:
     tokens     greedy answers in float32 compared with transformers on the same device, of the built-in model and of
                each --model: chunks and decode rows mixed, two steps in flight
     steps      Qwen3-14B's exact shape with random weights made on the device, in bf16, FP8 and W8A8: prefill, TPOT,
-               its floor by bytes, captured and eager, two steps in flight and one, and a profile of the host's work
+               its floor by bytes, captured and eager, two steps in flight and one, and a profile of the host's work;
+               of shapes with a head for drafts (qwen3.5-*) also steps that verify 1 and 3 drafts a row and draft
     peer       transformers with a static cache in a CUDA graph at the same shape, alternating with npuserve
     attention  attention of prompts of 512 to 32,768 tokens at Qwen3-14B's heads: the kernel's configurations beside
                cuDNN and the FlashAttention of torch

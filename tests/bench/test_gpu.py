@@ -120,6 +120,22 @@ def test_mixture_is_measured_beside_the_bytes_of_its_chosen_experts(tmp_path: Pa
     more = 2 * (3.5 - 2) * 3 * 64 * 32 * 2  # of two layers: two tokens are expected to choose 3.5 experts
     assert 0.7 * more < weights["bf16", 2] - weights["bf16", 1] <= more  # the CPU's weights may be compact
     assert 4 * weights["4 bits", 1] < 3 * weights["bf16", 1]
+    drafted = [row for row in steps if "drafts" in row]
+    assert [(row["numbers"], row["batch"], row["drafts"]) for row in drafted] == [
+        (kind, batch, drafts) for kind in ("bf16", "4 bits") for batch in (1, 2) for drafts in (1, 3)]
+    assert all(row["ms a step"] > row["ms of the head"] > 0 for row in drafted)
+
+
+@built
+def test_head_for_drafts_is_in_no_decode_step(part: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """Its bytes are not in the floor."""
+    backend = CpuBackend()
+    args = argparse.Namespace(shape="toy-experts", seed=5)
+    loaded = part("steps").load(part("worker").Context(args, backend, machine_of(backend), tmp_path, 0.0), "bf16")
+    assert not loaded.runner.predicts
+    config, weights = loaded.with_head
+    assert len(config.mtp) == 1
+    assert weights.mtp is not None
 
 
 def test_kinds_are_those_of_the_steps(script: ModuleType, part: Callable[[str], ModuleType]) -> None:

@@ -99,19 +99,20 @@ class Driver:
             end = request.computed + len(tokens)
             samples = end == len(request.tokens)
             rows.append(Row(request.id, tokens, request.computed, request.blocks, samples,
-                            **self._slots_of(request) if self._runner.num_slots else {}))
+                            **slots_of(request) if self._runner.num_slots else {}))
             request.computed, left = end, left - len(tokens)
             if samples:
                 request.tokens.append(PENDING)
         return rows
 
-    @staticmethod
-    def _slots_of(request: BenchRequest) -> dict[str, int]:
-        kept = 2 * request.number
-        begins = request.computed == len(request.prompt) - 1 and not request.answer
-        if not request.continues:
-            return {"state_slot": kept}
-        return {"state_slot": kept + 1, "state_source": kept if begins else -1}
+
+def slots_of(request: BenchRequest) -> dict[str, int]:
+    """Return the slots of a request's next row, as fields of the row."""
+    kept = 2 * request.number
+    begins = request.computed == len(request.prompt) - 1 and not request.answer
+    if not request.continues:
+        return {"state_slot": kept}
+    return {"state_slot": kept + 1, "state_source": kept if begins else -1}
 
 
 def blocks_of(rows: int, length: int, block_size: int) -> list[list[int]]:
@@ -122,15 +123,20 @@ def blocks_of(rows: int, length: int, block_size: int) -> list[list[int]]:
 
 def runner_of(
     backend: Backend, weights: ModelWeights, config: ModelConfig, rows: int, length: int, budget: int,
-    buckets: Sequence[int] = (), longest: int = 0,
+    buckets: Sequence[int] = (), longest: int = 0, draft_depths: Sequence[int] = (),
 ) -> Runner:
-    """Return a runner for `rows` requests of `length` tokens, or one of `longest`. buckets: of captured decodes."""
+    """Return a runner for `rows` requests of `length` tokens, or one of `longest`.
+
+    buckets: of captured decodes.
+    draft_depths: numbers of tokens that the model's head can draft after a row, and the next row verify.
+    """
     size = backend.capabilities.block_size
     longest = max(longest, length)
     blocks = max(rows * -(-length // size), -(-longest // size))
     backend = type(backend)(replace(backend.settings, decode_buckets=tuple(buckets)))
     return Runner(backend, weights, config, blocks, size, max_model_len=longest, max_num_seqs=rows,
-                  max_num_batched_tokens=budget, num_slots=config.slots_of(2 * rows))
+                  max_num_batched_tokens=budget, num_slots=config.slots_of(2 * rows),
+                  max_drafts=rows * max(draft_depths, default=0), draft_depths=(0, *draft_depths))
 
 
 def again(requests: Sequence[BenchRequest], want: int) -> list[BenchRequest]:

@@ -7,14 +7,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
 import torch
 
 from gpu_parts import profile
-from gpu_parts.driver import BenchRequest, Driver, again, blocks_of, runner_of
+from gpu_parts.driver import BenchRequest, Driver, again, blocks_of, runner_of, slots_of
 from gpu_parts.shapes import config_of, random_weights
 from gpu_parts.worker import Context, Units
 from npuserve.npu.backends.base import Backend
@@ -27,6 +27,7 @@ from npuserve.npu.model.weights import ModelWeights
 from npuserve.npu.quantization.scheme import WeightScheme
 from npuserve.npu.quantization.w4a16 import W4A16
 from npuserve.npu.quantization.w8a8 import W8A8
+from npuserve.npu.step import NewRequest, Row, SamplingParams, Step, StepResult
 
 KINDS: dict[str, tuple[WeightScheme | None, HeadDtype]] = {
     "bf16": (None, "auto"), "FP8": (W8A8(float8=True), "auto"),
@@ -45,12 +46,17 @@ EAGER_ROWS = 64
 WARM_UP = 5
 PROFILED = 10
 """Steps of a profile; the toy shape has 3."""
+DRAFT_DEPTHS = 1, 3
+"""Drafts of a row."""
+ACCEPTANCE = 0.8
+"""Probability that a draft is right, of the predicted speed."""
 
 
 @dataclass
 class Loaded:
-    """Loaded model.
+    """Loaded model, without its head for drafts.
 
+    with_head: the model with the head; None if it has none.
     requests: requests whose prompts are in the cache once `filled`.
     budget: tokens per step.
     seconds: duration of the load.
@@ -63,6 +69,7 @@ class Loaded:
     requests: list[BenchRequest]
     budget: int
     seconds: float
+    with_head: tuple[ModelConfig, ModelWeights] | None = None
     filled: bool = False
 
     def fill(self) -> None:
@@ -108,6 +115,8 @@ def units(context: Context) -> Units:
         if kind != "W8A8 and head":
             yield f"{kind} prefill", _unit(context, kind, lambda load: _prefill(context, load(), prompts))
         yield f"{kind} decode", _unit(context, kind, lambda load, b=batches: _decode(context, load(), b, length, steps))
+        if config_of(context.args.shape, scheme).mtp:
+            yield f"{kind} drafts", _unit(context, kind, lambda load, b=batches: _drafts(load(), b, length, steps))
         if kind in BRIEF and not named:
             continue
         yield f"{kind} overlap", _unit(context, kind, lambda load, b=batches: _overlap(load(), b, steps))
@@ -143,12 +152,15 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
     fitting = [n for n in batches if n * per_row < 0.8 * backend.memory.available() - (8 << 30) * (not context.toy)]
     rows = most or max(fitting or batches[:1])
     buckets = [*(n for n in batches if n < rows), rows]
+    with_head = (config, weights) if config.mtp else None
+    config = config.without_mtp()
+    weights = replace(weights, mtp=None)
     runner = runner_of(backend, weights, config, rows, capacity, budget, buckets, longest)
     chance = random.Random(context.args.seed)
     blocks = blocks_of(rows, capacity, runner.block_size)
     requests = [BenchRequest([chance.randrange(config.vocab_size) for _ in range(length)], 1, own, number=number)
                 for number, own in enumerate(blocks)]
-    return Loaded(runner, config, weights, backend, requests, budget, time.perf_counter() - began)
+    return Loaded(runner, config, weights, backend, requests, budget, time.perf_counter() - began, with_head)
 
 
 def decode(loaded: Loaded, rows: int, steps: int, depth: int = 2) -> Decoded:
@@ -240,6 +252,62 @@ def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> I
         yield {"table": "A captured step beside its kernels one by one", "batch": batch, "eager ms": single.mean * 1e3,
                "captured ms": replayed.mean * 1e3, "eager / captured": single.mean / replayed.mean,
                "rows with the same tokens": f"{same} of {batch}"}
+
+
+def _drafts(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> Iterator[dict[str, Any]]:
+    """Verify drafts of each row and draft by the head, with one step in flight, as if all drafts were right.
+
+    `speed at 0.8` is relative to decode steps of the same runner, with two in flight and without the head, if each
+    draft is right with this probability. It does not count the accepted tokens that a hybrid computes twice.
+    """
+    assert loaded.with_head
+    config, weights = loaded.with_head
+    most = max(DRAFT_DEPTHS)
+    rows = max(n for n in batches if n <= min(EAGER_ROWS, len(loaded.requests)))
+    capacity = length + (1 + most) * (WARM_UP + steps + 1)
+    budget = max(rows * (1 + most), min(loaded.budget, 2048))
+    buckets = [n for n in batches if n <= rows]
+    runner = runner_of(loaded.backend, weights, config, rows, capacity, budget, buckets, draft_depths=DRAFT_DEPTHS)
+    requests = [BenchRequest(request.prompt, 1, own, number=request.number) for request, own in zip(
+        loaded.requests[:rows], blocks_of(rows, capacity, runner.block_size), strict=True)]
+    theirs = Loaded(runner, config, weights, loaded.backend, requests, budget, 0.0)
+    for batch in buckets:
+        plain = decode(loaded, batch, steps)
+        for depth in DRAFT_DEPTHS:
+            found = _verify(theirs, batch, steps, depth)
+            mean = statistics.mean(seconds for seconds, _ in found)
+            device = statistics.mean(result.device_seconds for _, result in found)
+            heads = [result.head_seconds for _, result in found if result.head_seconds is not None]
+            expected = sum(ACCEPTANCE**number for number in range(1 + depth))
+            yield {"table": "Steps that verify drafts and draft, all right", "batch": batch, "drafts": depth,
+                   "ms a step": mean * 1e3, "ms of the head": statistics.mean(heads) * 1e3 if heads else None,
+                   "captured": all(result.captured for _, result in found), "tokens/s": batch * (1 + depth) / mean,
+                   "idle between steps": max(0.0, 1 - device / mean), "decode ms": plain.mean * 1e3,
+                   f"speed at {ACCEPTANCE}": expected * plain.mean / mean}
+
+
+def _verify(loaded: Loaded, rows: int, steps: int, depth: int) -> list[tuple[float, StepResult]]:
+    """Return the seconds from one collected step to the next, and the results, of steps with `depth` drafts a row."""
+    loaded.fill()
+    requests = again(loaded.requests[:rows], 1)
+    new = [NewRequest(request.id, request.prompt, [], SamplingParams(temperature=0.0)) for request in requests]
+    found = []
+    collected = time.perf_counter()
+    for _ in range(WARM_UP + steps):
+        step = Step([], new)
+        new = []
+        for request in requests:
+            tokens = [request.tokens[-1]] * (1 + depth)
+            slots = slots_of(request) if loaded.runner.num_slots else {}
+            step.rows.append(Row(
+                request.id, tokens, request.computed, request.blocks, 1 + depth, predicts=depth, **slots))
+            request.computed += 1 + depth
+            request.tokens += tokens
+        result = loaded.runner.collect(loaded.runner.launch(step))
+        found.append((time.perf_counter() - collected, result))
+        collected = time.perf_counter()
+    loaded.runner.collect(loaded.runner.launch(Step([], ended=[request.id for request in requests])))
+    return found[WARM_UP:]
 
 
 def _profile(context: Context, loaded: Loaded, kind: str, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
