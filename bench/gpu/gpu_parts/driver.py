@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.in_flight import LaunchedStep
@@ -121,19 +122,22 @@ def blocks_of(rows: int, length: int, block_size: int) -> list[list[int]]:
     return [list(range(row * width, (row + 1) * width)) for row in range(rows)]
 
 
+def reopened(backend: Backend, **settings: Any) -> Backend:
+    """Return the same device with other settings."""
+    return type(backend)(settings=replace(backend.settings, **settings))
+
+
 def runner_of(
     backend: Backend, weights: ModelWeights, config: ModelConfig, rows: int, length: int, budget: int,
-    buckets: Sequence[int] = (), longest: int = 0, draft_depths: Sequence[int] = (),
+    longest: int = 0, draft_depths: Sequence[int] = (),
 ) -> Runner:
     """Return a runner for `rows` requests of `length` tokens, or one of `longest`.
 
-    buckets: of captured decodes.
     draft_depths: numbers of tokens that the model's head can draft after a row, and the next row verify.
     """
     size = backend.capabilities.block_size
     longest = max(longest, length)
     blocks = max(rows * -(-length // size), -(-longest // size))
-    backend = type(backend)(replace(backend.settings, decode_buckets=tuple(buckets)))
     return Runner(backend, weights, config, blocks, size, max_model_len=longest, max_num_seqs=rows,
                   max_num_batched_tokens=budget, num_slots=config.slots_of(2 * rows),
                   max_drafts=rows * max(draft_depths, default=0), draft_depths=(0, *draft_depths))

@@ -6,7 +6,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from gpu_parts import profile
-from gpu_parts.driver import BenchRequest, Driver, again, blocks_of, runner_of, slots_of
+from gpu_parts.driver import BenchRequest, Driver, again, blocks_of, reopened, runner_of, slots_of
 from gpu_parts.shapes import config_of, random_weights
 from gpu_parts.worker import Context, Units
 from npuserve.npu.backends.base import Backend
@@ -86,12 +85,13 @@ class Loaded:
 @dataclass(frozen=True)
 class Decoded:
     """Steps in which all rows decode. seconds: mean and median from one collected step to the next. device: mean
-    seconds of the device. tokens: of each row."""
+    seconds of the device. tokens: of each row. captured: some are captured."""
 
     mean: float
     median: float
     device: float
     tokens: list[list[int]]
+    captured: bool
 
 
 def sizes(context: Context) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
@@ -151,11 +151,11 @@ def load(context: Context, kind: str, most: int = 0) -> Loaded:
                + config.slots_of(2) * slot_bytes(config, dtype, backend))
     fitting = [n for n in batches if n * per_row < 0.8 * backend.memory.available() - (8 << 30) * (not context.toy)]
     rows = most or max(fitting or batches[:1])
-    buckets = [*(n for n in batches if n < rows), rows]
+    opened = reopened(backend, decode_buckets=(*(n for n in batches if n < rows), rows))
     with_head = (config, weights) if config.mtp else None
     config = config.without_mtp()
     weights = replace(weights, mtp=None)
-    runner = runner_of(backend, weights, config, rows, capacity, budget, buckets, longest)
+    runner = runner_of(opened, weights, config, rows, capacity, budget, longest)
     chance = random.Random(context.args.seed)
     blocks = blocks_of(rows, capacity, runner.block_size)
     requests = [BenchRequest([chance.randrange(config.vocab_size) for _ in range(length)], 1, own, number=number)
@@ -171,7 +171,7 @@ def decode(loaded: Loaded, rows: int, steps: int, depth: int = 2) -> Decoded:
     between = [after.at - before.at for before, after in pairwise(found)]
     return Decoded(statistics.mean(between), statistics.median(between),
                    statistics.mean(step.result.device_seconds for step in found[1:]),
-                   [request.answer for request in requests])
+                   [request.answer for request in requests], any(step.result.captured for step in found))
 
 
 def _decode(context: Context, loaded: Loaded, batches: Sequence[int], length: int, steps: int
@@ -237,8 +237,7 @@ def _overlap(loaded: Loaded, batches: Sequence[int], steps: int) -> Iterator[dic
 
 def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> Iterator[dict[str, Any]]:
     """Decode without captures: a runner of the same weights on a backend that captures nothing."""
-    backend = copy(loaded.backend)
-    backend.capture = lambda *_, **__: None  # type: ignore[method-assign]
+    backend = reopened(loaded.backend, capture_mode="off")
     rows = max([n for n in batches if n <= min(EAGER_ROWS, len(loaded.requests))])
     capacity = length + WARM_UP + steps + 2
     budget = max(rows, min(loaded.budget, 2048))
@@ -248,6 +247,8 @@ def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> I
     theirs = Loaded(runner, loaded.config, loaded.weights, backend, requests, budget, 0.0)
     for batch in [n for n in batches if n <= rows]:
         single, replayed = decode(theirs, batch, steps), decode(loaded, batch, steps)
+        if single.captured:
+            raise RuntimeError("the steps to be computed kernel by kernel are captured")
         same = sum(a == b for a, b in zip(single.tokens, replayed.tokens, strict=True))
         yield {"table": "A captured step beside its kernels one by one", "batch": batch, "eager ms": single.mean * 1e3,
                "captured ms": replayed.mean * 1e3, "eager / captured": single.mean / replayed.mean,
@@ -266,12 +267,12 @@ def _drafts(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> 
     rows = max(n for n in batches if n <= min(EAGER_ROWS, len(loaded.requests)))
     capacity = length + (1 + most) * (WARM_UP + steps + 1)
     budget = max(rows * (1 + most), min(loaded.budget, 2048))
-    buckets = [n for n in batches if n <= rows]
-    runner = runner_of(loaded.backend, weights, config, rows, capacity, budget, buckets, draft_depths=DRAFT_DEPTHS)
+    runner = runner_of(
+        loaded.runner.backend, weights, config, rows, capacity, budget, draft_depths=DRAFT_DEPTHS)
     requests = [BenchRequest(request.prompt, 1, own, number=request.number) for request, own in zip(
         loaded.requests[:rows], blocks_of(rows, capacity, runner.block_size), strict=True)]
     theirs = Loaded(runner, config, weights, loaded.backend, requests, budget, 0.0)
-    for batch in buckets:
+    for batch in [n for n in batches if n <= rows]:
         plain = decode(loaded, batch, steps)
         for depth in DRAFT_DEPTHS:
             found = _verify(theirs, batch, steps, depth)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gpu_parts.driver import BenchRequest, Driver, blocks_of, runner_of
+from gpu_parts.driver import BenchRequest, Driver, blocks_of, reopened, runner_of
 from gpu_parts.worker import Context, Units
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.loader import load_weights
@@ -67,7 +67,8 @@ def _ours(context: Context, folder: Path, config: ModelConfig, prompts: list[lis
     length = max(map(len, prompts)) + count
     blocks = blocks_of(len(prompts), length, backend.capabilities.block_size)
     budget = 8 if context.toy else BUDGET
-    runner = runner_of(backend, weights, config, len(prompts), length, budget, (1, len(prompts)))
+    backend = reopened(backend, decode_buckets=(1, len(prompts)))
+    runner = runner_of(backend, weights, config, len(prompts), length, budget)
     requests = [BenchRequest(prompt, count, own, number=number)
                 for number, (prompt, own) in enumerate(zip(prompts, blocks, strict=True))]
     steps = [step.result for step in Driver(runner, requests, budget).run()]
