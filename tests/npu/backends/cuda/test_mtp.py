@@ -35,7 +35,7 @@ from tests.support.models import PLAIN_W8A8, random_model, round_linears, saved
 from tests.support.mtp import damped
 from tests.support.recorded_drafting import RecordedDrafting, StoppedDrafting
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.timeout(600)]
 
 DEPTH = 2
 EXPERTS: dict[str, Any] = {
@@ -98,13 +98,11 @@ def test_cuda_answers_and_drafts_of_quantized_experts_equal_the_cpus(tmp_path: P
     if head == "float8":
         scheme = W8A8(per_channel=False, float8=True, blocks=True)
         floats = (*FLOATS, "mtp.fc")
-        sizes = {"hidden_size": 144, "moe_intermediate_size": 144, "shared_expert_intermediate_size": 144}
         backends.register_emulated(GoldenCpu)
     else:
         scheme = PLAIN_W8A8
         floats = (*FLOATS, "re:mtp[.].*")
-        sizes = {}
-    folder = add_head(saved(random_mixture(2, **EXPERTS | sizes), tmp_path), damping=0.3)
+    folder = add_head(saved(MODELS["experts"](), tmp_path), damping=0.3)
     restack(folder, stacked=False, of="" if head == "float8" else "model.")
     round_linears(folder, scheme, floats)
     found = []
