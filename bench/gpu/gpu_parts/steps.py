@@ -236,17 +236,21 @@ def _overlap(loaded: Loaded, batches: Sequence[int], steps: int) -> Iterator[dic
 
 
 def _eager(loaded: Loaded, batches: Sequence[int], length: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Decode without captures: a runner of the same weights on a backend that captures nothing."""
-    backend = reopened(loaded.backend, capture_mode="off")
+    """Decode without captures: a runner of the same weights on a backend that captures nothing.
+
+    The backend is opened last. Its stream is then the current one, and an emulated GPU computes on no other.
+    """
     rows = max([n for n in batches if n <= min(EAGER_ROWS, len(loaded.requests))])
+    captured = {batch: decode(loaded, batch, steps) for batch in batches if batch <= rows}
+    backend = reopened(loaded.backend, capture_mode="off")
     capacity = length + WARM_UP + steps + 2
     budget = max(rows, min(loaded.budget, 2048))
     runner = runner_of(backend, loaded.weights, loaded.config, rows, capacity, budget)
     requests = [BenchRequest(request.prompt, 1, own, number=request.number) for request, own in zip(
         loaded.requests[:rows], blocks_of(rows, capacity, runner.block_size), strict=True)]
     theirs = Loaded(runner, loaded.config, loaded.weights, backend, requests, budget, 0.0)
-    for batch in [n for n in batches if n <= rows]:
-        single, replayed = decode(theirs, batch, steps), decode(loaded, batch, steps)
+    for batch, replayed in captured.items():
+        single = decode(theirs, batch, steps)
         if single.captured:
             raise RuntimeError("the steps to be computed kernel by kernel are captured")
         same = sum(a == b for a, b in zip(single.tokens, replayed.tokens, strict=True))
