@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Protocol
 
 from npuserve.npu.step import HostSlots
@@ -66,7 +67,8 @@ class NewSaves:
         self._max_early_saves = host.max_early_saves
         self._state_parts = host.state_parts
         self._saves_states = host.state_parts <= min(max_saves, host.num_slots // MAX_HELD_SHARE)
-        self._digests: dict[bytes, bytes] = {}  # by key, the oldest first
+        # By key, the oldest first. A dict would pass over all removed keys before the oldest one.
+        self._digests: OrderedDict[bytes, bytes] = OrderedDict()
 
     def add_block(self, digest: bytes) -> None:
         """Let a block wait. Its digest is its key."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -158,7 +158,9 @@ class StoreTier:
         self._fetches: dict[int, _Fetch] = {}
         self._fetch_of: dict[bytes, int] = {}
         self._ended: set[int] = set()
-        self._waiting: dict[bytes, int] = {}  # what host memory has and the store lacks -> failures of its saves
+        # What host memory has and the store lacks -> failures of its saves. A dict would pass over all removed keys
+        # before the oldest one.
+        self._waiting: OrderedDict[bytes, int] = OrderedDict()
         self._copying: deque[_Save] = deque()  # the copies from the device are in progress
         self._sending: dict[int, _Save] = {}  # by call of the connector
         self._num_held = 0  # slots that are held for saves

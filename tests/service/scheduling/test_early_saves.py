@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from npuserve.npu.step import HostSlots
@@ -132,3 +134,15 @@ def test_full_host_memory_is_no_reason_to_poll() -> None:
     assert not device.new.has_waiting
     device.index.is_full = False
     assert len(device.plan()) == 6
+
+
+def test_queue_of_many_evicted_blocks_is_emptied_in_linear_time() -> None:
+    """As after a flush of a large prefix cache while the store was slow."""
+    device = Device()
+    for number in range(100_000):
+        device.new.add_block(number.to_bytes(16, "big"))
+    began = time.thread_time()
+    assert len(device.plan()) == 6
+    assert device.plan() == []
+    assert not device.new.has_waiting
+    assert time.thread_time() - began < 2

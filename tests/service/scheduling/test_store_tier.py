@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from typing import Any
 
 import pytest
@@ -184,6 +185,21 @@ def test_blocks_are_saved_once_the_store_is_asked(is_flushed: bool) -> None:
     assert harness.tier.store.num_retried == 0
     assert not harness.scheduler.loads.has_loads
     harness.scheduler.check_integrity()
+
+
+def test_many_saves_that_wait_begin_in_linear_time() -> None:
+    """Host memory has forgotten nearly all of them, the oldest ones."""
+    contents: dict[bytes, Any] = {}
+    harness = harness_of(contents)
+    assert harness.tier
+    assert harness.tier.store
+    harness.tier.store._waiting.update(dict.fromkeys((number.to_bytes(16, "big") for number in range(100_000)), 1))
+    began = time.thread_time()
+    answer(harness, ids(1))
+    idle(harness)
+    assert len(contents) == 6
+    assert not harness.scheduler.loads.has_loads
+    assert time.thread_time() - began < 2
 
 
 def test_failed_save_is_tried_again_while_host_memory_has_the_block() -> None:
