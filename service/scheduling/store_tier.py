@@ -100,7 +100,7 @@ NO_PREFIX = PrefixEnd(0, 0)
 class _Fetch:
     """Fetch in progress.
 
-    keys: of what is looked up; after the look-up of what is loaded.
+    keys: what is looked up, and after that what is loaded.
     loads: what is loaded, and its slots of host memory, in order; empty until the lookup has ended.
     is_dropped: the prefix cache was flushed since.
     """

@@ -114,6 +114,7 @@ def test_cuda_answers_and_drafts_of_quantized_experts_equal_the_cpus(tmp_path: P
     assert_equal(*found)
 
 
+@pytest.mark.full
 def test_cuda_drafts_of_experts_equal_the_cpus_after_pauses_of_the_head(tmp_path: Path) -> None:
     """The head returns to requests in progress and to prefixes that were computed without it, with any number of
     drafts."""

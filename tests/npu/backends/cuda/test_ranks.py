@@ -104,7 +104,8 @@ def test_mixtures_of_experts_equal_one_process(tmp_path: Path, seed: int, whole:
     assert {step.captured for step in divided.steps} == {is_captured}
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["rows", "whole"])
+@pytest.mark.full
+@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
 def test_drafts_of_a_head_with_experts_change_no_token(tmp_path: Path, whole: bool) -> None:
     """Each rank has its part of the head's experts. A step and its drafts are captured."""
     from tests.support.mixtures import random_mixture
