@@ -392,11 +392,15 @@ def test_faults_name_wrong_counts() -> None:
         harness.scheduler.check_integrity()
 
 
-@pytest.mark.parametrize(("mine", "expected"), [("a", (3, 6)), ("b", (2, 4)), ("new", (0, 0))])
-def test_ahead_estimates_requests_and_tokens(mine: str, expected: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("mine", "priority", "answer_tokens", "expected"), [
+    ("a", 0, 0.0, (3, 6)), ("b", 0, 0.0, (2, 4)), ("b", 0, 10.0, (2, 4)), ("new", 0, 0.0, (0, 0)),
+    ("new", 1, 0.0, (3, 6))])
+def test_ahead_estimates_requests_and_tokens(
+    mine: str, priority: int, answer_tokens: float, expected: tuple[int, int]
+) -> None:
     queue = FairQueue(8)
     for number, client in enumerate("aab"):
         waiting(queue, number, client)
-    requests, tokens = queue.ahead(queue.account(mine), 0, 0.0)
+    requests, tokens = queue.ahead(queue.account(mine), priority, answer_tokens)
     assert (round(requests, 2), tokens) == expected
 

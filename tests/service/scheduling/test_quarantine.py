@@ -95,3 +95,13 @@ def test_quarantined_group_is_admitted_one_request_a_step() -> None:
         harness.scheduler.isolate(sequence, 1, MAX_QUARANTINE_STEPS)
     assert [len(harness.tick().rows) for _ in range(3)] == [1, 2, 2]
     harness.finish()
+
+
+def test_quarantined_request_has_no_drafts() -> None:
+    harness = SchedulerHarness(drafts="right")
+    suspect = harness.add([1, 2], 3 * QUARANTINE_TOKENS)
+    harness.scheduler.isolate(suspect, 1, 2 * QUARANTINE_TOKENS)
+    while harness.scheduler.quarantine:
+        assert all(row.samples == 1 for row in harness.tick().rows)
+    harness.finish()
+    assert suspect.num_drafted

@@ -5,6 +5,8 @@ import pytest
 from npuserve.npu.step import SamplingParams
 from npuserve.service.ipc.messages import Finish, Request, Timing
 from npuserve.service.scheduling.sequence import Account, Sequence
+from npuserve.service.structured_output.constraint import Constraint
+from tests.service.scheduling.reference import VOCABULARY, matcher_of
 
 
 def make(**fields: object) -> Sequence:
@@ -25,6 +27,15 @@ def test_age_key_is_age_and_queue_key_adds_priority() -> None:
     assert make().age_key == make().queue_key == make(priority=-3).age_key == (10.0, 5)
     assert make(priority=-3, arrival=35.0).queue_key < make(arrival=10.0).queue_key
     assert make(priority=-3, arrival=45.0).queue_key > make(arrival=10.0).queue_key
+
+
+def test_matcher_of_an_ended_request_computes_nothing() -> None:
+    sequence = make(constraint=Constraint("regex", "3"))
+    sequence.matcher = matcher_of(sequence.request)
+    assert sequence.matcher
+    sequence.end()
+    sequence.matcher.prepare(VOCABULARY)
+    assert not sequence.matcher.is_prepared
 
 
 def test_finish_of_a_request_that_never_ran() -> None:

@@ -45,6 +45,16 @@ def test_retracted_row_is_computed_again_from_the_state_before_it() -> None:
     assert table.plan_row(7, is_retractable=True) == (before, table.current)
 
 
+def test_spare_is_lent_once_and_taken_back() -> None:
+    slots = StateSlots(2)
+    table = allocated(slots)
+    assert slots.lend_spare(table)
+    assert slots.lend_spare(table)
+    assert slots.num_available == 0
+    slots.settle(table)
+    assert slots.num_available == 1
+
+
 def test_load_gets_no_slot_that_a_row_of_its_step_reads() -> None:
     slots = StateSlots(2)
     keep(slots, table := allocated(slots), 16, b"a")

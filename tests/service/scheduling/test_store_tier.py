@@ -149,6 +149,17 @@ def test_failed_call_is_computed(kind: str) -> None:
     idle(second)
 
 
+def test_store_that_becomes_unavailable_after_a_lookup_delays_no_request() -> None:
+    second = harness_of(filled())
+    sequence = second.add(ids(1), 2)
+    second.tick()
+    assert sequence.state is State.LOADING
+    store_of(second).is_available = False
+    second.finish()
+    assert sequence.cached_tokens == 0
+    second.check_answer(sequence)
+
+
 def test_load_that_ends_early_keeps_what_arrived() -> None:
     second = harness_of(filled())
     store_of(second).fault = lambda name, count: 3 if name == "load" else count
