@@ -210,6 +210,7 @@ async def test_rank_of_a_folder_without_a_template_for_pairs_is_qwen3s(tmp_path:
     (rank("a", "b", "x" * 60), "documents[1]: 69 tokens with the query and the instruction are too many; must be at "
                                "most 64 tokens"),
     (rank("a" * 60, "b", truncate=True), "documents[0]: 69 tokens"),
+    (rank("a", "b", request_id="a b"), "request_id: must be 1 to 128 printable ASCII characters"),
 ])
 async def test_rank_bad_field_is_refused_by_name(reranker: Path, message: pooling_pb2.RankRequest, error: str) -> None:
     async with running(reranker) as server:

@@ -58,6 +58,8 @@ INVALID = {
         pb.GenerateRequest(chat=prompt_pb2.Chat(messages=[
             prompt_pb2.Message(role="assistant", tool_calls=["{}", '{"a": [{"b": "x\\udc00\\ud83d"}]}'])])),
         "chat.messages[0].tool_calls[1]: must be valid Unicode, got the lone surrogate U+DC00"),
+    "far too long a chat": (
+        chat(("user", "a" * 20_000)), "chat.messages: must have at most 704 characters of content, as max_model_len"),
     "chat too long": (chat(("user", "a" * 70)), "chat: 77 tokens of prompt are too many"),
     "template argument taken": (chat(("user", "a"), template_args=struct(messages=[])), "chat.template_args.messages"),
     "template argument NaN": (chat(("user", "a"), template_args=struct(x=NAN)), "chat.template_args.x: must be a fin"),

@@ -10,7 +10,7 @@ import pytest
 from npuserve.npu.step import SamplingParams
 from npuserve.service.errors import InvalidField
 from npuserve.service.requests import validation
-from npuserve.service.requests.prompt import prompt_token_ids
+from npuserve.service.requests.prompt import MAX_PIECE_CHARACTERS, prompt_token_ids
 from npuserve.service.requests.validation import CheckedRequest
 from npuserve.service.text.model_folder import ModelFolder, open_folder
 from npuserve.service.text.model_path import resolve
@@ -125,6 +125,16 @@ def test_tokenize_equals_the_prompt_of_generate(folder: ModelFolder) -> None:
     assert validation.detokenize(back, folder.tokenizer, 300, 64) == text
     back.skip_special_tokens = True
     assert validation.detokenize(back, folder.tokenizer, 300, 64) == "né 中 "
+
+
+def test_text_of_too_many_tokens_is_refused_after_its_first_piece(folder: ModelFolder) -> None:
+    """Its bytes could be tokens of the longest kind."""
+    text, length = "a" * 3 * MAX_PIECE_CHARACTERS, MAX_PIECE_CHARACTERS // 2
+    too_long = f"^text: the first {MAX_PIECE_CHARACTERS} characters alone have more tokens than max_model_len, {length}"
+    with pytest.raises(InvalidField, match=too_long):
+        validation.check(ask(text), folder, msgspec.structs.replace(INFO, max_model_len=length), "id-1", 0.0)
+    with pytest.raises(InvalidField, match=too_long):
+        validation.tokenize(tokenize_pb2.TokenizeRequest(text=text), folder.tokenizer, length)
 
 
 def test_check_with_an_id_outside_the_vocabulary_is_refused(folder: ModelFolder) -> None:
