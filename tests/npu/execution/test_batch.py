@@ -195,6 +195,13 @@ def test_put_values_are_uploaded_with_batch():
         np.testing.assert_array_equal(place.numpy(), value)
 
 
+def test_fill_step_at_all_limits():
+    buffers = BatchBuffers(64, 8, 500, 16, None, CPU)
+    rows = [Row(request, [1] * 8, 7992, list(range(500)), True) for request in range(8)]
+    ((_, batch),) = filled(buffers, (rows, 8))
+    same(batch, make_batch(rows, 16, CPU))
+
+
 @pytest.mark.parametrize("rows", [
     [Row(0, [1], 0, [0], True)] * 3, [Row(0, [1] * 5, 0, [0], True)], [Row(0, [1], 32, [0, 1, 2], True)],
 ])

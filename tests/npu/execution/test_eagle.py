@@ -69,7 +69,7 @@ def test_default_layers_are_those_of_published_heads(tmp_path: Path) -> None:
     torch.manual_seed(0)
     head = EagleHead(model, [2, 4, 5], None)
     folder = head.saved(tmp_path / "head", eagle_aux_hidden_state_layer_ids=None, norm_before_residual=None,
-                        draft_vocab_size=None)
+                        draft_vocab_size=None, attention_bias=None, mlp_bias=None)
     file = folder / "model.safetensors"
     save_file({name.replace("midlayer.", "layers.0."): tensor for name, tensor in load_file(file).items()}, file)
     runner = load(saved(model, tmp_path / "model"), dtype="float32", max_num_batched_tokens=16, max_drafts=12,

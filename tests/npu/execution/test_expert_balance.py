@@ -27,6 +27,10 @@ def test_balance_is_the_busiest_expert_beside_the_mean_since_the_last_reading() 
     assert balance.take() == {}
     clock[0] = WINDOW_SECONDS
     assert balance.take() == {"0-2": 3.0, "8-10": 1.0}
+    counters[1][1].add_(torch.tensor([1, 1, 1, 1]))
+    assert balance.take() == {}
+    clock[0] *= 2
+    assert balance.take() == {"0-2": 1.0}
     clock[0] *= 2
     assert balance.take() == {}
 

@@ -206,7 +206,8 @@ def test_host_prefill_next_prompt_restores_generated_tokens(pair, monkeypatch, d
         seen.append((answers, talks.scheduler.memory.prefix_hits))
     assert seen[0] == seen[1]
     assert seen[0][1] > 200
-    assert sum(counts) >= 100  # generated tokens are copied only for the next prompt of their conversation
+    # generated tokens are copied only for the next prompt of their conversation, and once
+    assert 100 <= sum(counts) <= 2 * 3 * 30
     check_mirror(pair[1])
 
 

@@ -135,6 +135,17 @@ def test_config_unsupported_value_is_refused_by_name(change, message):
         ModelConfig.from_dict({**QWEN3_06B, **change})
 
 
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize(("change", "message"), [
+    ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"), ({"layer_types": ["linear_attention"]}, "layer_types: linear_att"),
+])
+def test_config_of_another_family_with_an_unsupported_value_is_refused(architecture, change, message):
+    data = {**QWEN3_06B, "architectures": [architecture]}
+    assert ModelConfig.from_dict(data).num_layers == 28
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dict({**data, **change})
+
+
 @pytest.mark.parametrize("config_class", [Qwen2Config, Qwen3Config])
 def test_config_absent_sliding_window_is_that_of_transformers(config_class):
     data = {**config_class(use_sliding_window=True, max_window_layers=2, num_hidden_layers=4).to_dict(),

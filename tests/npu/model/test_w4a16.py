@@ -122,6 +122,17 @@ def test_int4_ranks_have_their_parts(tmp_path, method, act_order, backend):
         compare(ours, theirs)
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_int4_weights_are_read_in_pieces(
+    tmp_path: Path, method: str, backend: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "MAX_PIECE_BYTES", 200)
+    dtype = torch.float32 if method == "compressed-tensors" else torch.float16
+    model = random_model("qwen3", **{**SIZES, "num_hidden_layers": 1, "intermediate_size": 16 * loader.PIECE_ROWS})
+    saved(save_int4(model, tmp_path / "int4", method, 32, dtype=dtype), tmp_path / "floats")
+    compare(*(load(tmp_path / name, backend) for name in ("int4", "floats")))
+
+
 def load(folder: Path, backend: CpuBackend, shard: Shard = WHOLE) -> ModelWeights:
     config = ModelConfig.from_folder(folder, int4=backend.capabilities.int4).sharded(shard)
     return load_weights(folder, config, torch.float32, backend, lambda done, total: None)
