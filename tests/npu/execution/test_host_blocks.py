@@ -146,6 +146,20 @@ def test_slots_are_read_after_their_save_and_written_for_a_load() -> None:
     assert host.read(0) is None
 
 
+def test_fixed_state_of_several_parts_comes_back() -> None:
+    state = torch.arange(1, 88, dtype=torch.uint8).view(3, 29)
+    fixed = [state[:, :20].clone().view(3, 4, 5), state[:, 20:].clone()]
+    host = HostBlocks(DirectCopies(), [torch.zeros(8, 10, dtype=torch.uint8)], 40, fixed)  # type: ignore[arg-type]
+    assert host.describe().state_parts == 3
+    host.launch([HostCopy(2, slot, slot) for slot in range(3)], [])
+    while not all(map(host.is_saved, range(3))):
+        host.take_ended_loads()
+    host.launch([], [HostLoad(0, [HostCopy(0, slot, slot) for slot in range(3)])])
+    assert wait_for_load(host) == EndedLoad(0, 3)
+    for tensor in fixed:
+        assert torch.equal(tensor[0], tensor[2])
+
+
 def test_slot_is_copying_until_its_save_is_complete() -> None:
     class Copy(Done):
         is_done = False
