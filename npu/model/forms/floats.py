@@ -70,12 +70,15 @@ def float_targets(
     """
     targets = matrix.number_targets(write, itemsize, FLOATS)
     for name, scheme in converted.items():
-        targets |= _converted_targets(name, scheme, dtype, targets[f"{name}.weight"])
+        targets |= _converted_targets(name, scheme, dtype, targets[f"{name}.weight"], matrix.columns.first)
     return targets
 
 
-def _converted_targets(name: str, scheme: W8A8, dtype: torch.dtype, target: Target) -> Targets:
-    """Return the targets of a float8 weight that is put as floats, and of its scales. target: of the floats."""
+def _converted_targets(name: str, scheme: W8A8, dtype: torch.dtype, target: Target, column: int) -> Targets:
+    """Return the targets of a float8 weight that is put as floats, and of its scales.
+
+    target, column: target of the floats, and its first column in the checkpoint.
+    """
     ((rows, inputs),) = target.shapes
     if scheme.blocks:
         shapes: Shapes = ((-(-rows // BLOCK), -(-inputs // BLOCK)),)
@@ -83,7 +86,6 @@ def _converted_targets(name: str, scheme: W8A8, dtype: torch.dtype, target: Targ
         shapes = ((rows,), (rows, 1)) if scheme.per_channel else SINGLE
     scale = torch.empty(shapes[0])
     first = target.rows.first if target.rows else 0
-    column = target.columns.first if target.columns else 0
     put = partial(_put_converted, target.put, scheme, scale, dtype, first, column)
     targets = {
         f"{name}.weight": replace(target, put=put, dtypes=FLOAT8S),
