@@ -44,8 +44,8 @@ SHORT_PAUSE, LONG_PAUSE = 1, 16
 SHARE_SECONDS = 2.0
 """Seconds over which the share is averaged."""
 MIN_PROBE_STEPS, MAX_PROBE_STEPS = 2, 64
-"""Waiting steps with fewer predicted drafts than `depth`, after which one computes all that are possible, so that their
-acceptance and seconds are known: after the first such step, and at most. They double each time."""
+"""Waiting steps with fewer predicted drafts than `depth` between two that compute all possible ones, so that their
+acceptance and seconds are known: at first, and at most. They double each time."""
 DEPTH_STEPS = 16
 """Waiting steps after which one draft less is predicted, if fewer are computed."""
 MAX_HEAD_SHARE = 0.8
@@ -209,7 +209,6 @@ class Speculator:
         """
         if is_overlapped:
             self._overlapped += 1
-        self._unreviewed += 1
         head_seconds = self._head_seconds(depth, head_seconds, seconds)
         self._count_step()
         taken = self.costs.record(load.tokens, seconds - head_seconds, is_overlapped=is_overlapped)
@@ -235,7 +234,6 @@ class Speculator:
         seconds: since the step before was applied.
         depth, head_seconds: see `step_applied`.
         """
-        self._unreviewed += 1
         num_prompt_tokens = max(1, load.tokens - load.rows - load.drafts)
         head_seconds = self._head_seconds(depth, head_seconds, seconds, num_prompt_tokens)
         self._count_step()
@@ -248,6 +246,7 @@ class Speculator:
 
     def _count_step(self) -> None:
         """Count a step of any kind."""
+        self._unreviewed += 1
         self._prompt_seconds *= 1.0 - PROMPT_WEIGHT
         if self.head is not None:
             self.head.count_step(waits=self.waits)
