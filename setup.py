@@ -5,7 +5,7 @@ package is installed as a pure wheel without the library, and plain torch comput
 
 NATIVE_ISAS selects the instruction sets: by default those that are fastest on this machine's processor (`fastest`),
 `all` for a wheel or an image that other machines run, or names separated by commas. The set that every processor has is
-always built.
+built where no other is.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def wanted_isas(compiler: list[str]) -> set[str]:
     names = set(setting.replace(",", " ").split()) or fastest(processor_isas(compiler))
     if unknown := sorted(names - ISAS.keys()):
         raise SystemExit(f"NATIVE_ISAS: {', '.join(unknown)}: not all, and not among {', '.join(ISAS)}")
-    return {*names, list(ISAS)[-1]}
+    return names
 
 
 def prerequisites(rule: str) -> list[Path]:
@@ -227,8 +227,8 @@ def compile_objects(
         if file.name not in ONCE:
             units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()
                       if file.name not in LEFT_OUT.get(name, ())]
-            units += [(file, [f"-DNPUSERVE_ISA={narrower}", *ISAS[narrower]]) for name, narrower in NARROWER.items()
-                      if name in isas and narrower not in isas
+            units += [(file, ["-DNPUSERVE_BORROWED", f"-DNPUSERVE_ISA={narrower}", *ISAS[narrower]])
+                      for name, narrower in NARROWER.items() if name in isas and narrower not in isas
                       and file.name in (*LEFT_OUT[name], *IN_BOTH.get(name, ()))]
     kept = Path(os.environ.get("NATIVE_OBJECTS") or into)
     version = run([*compiler, "--version"])
@@ -258,7 +258,8 @@ def build(library: Path, folder: Path) -> list[str]:
     """Build the library from the sources in `folder` and return its instruction sets. Raises BuildError."""
     compiler = find_compiler()
     wanted = wanted_isas(compiler)
-    isas = {name: flags for name, flags in ISAS.items() if name in wanted and (not flags or works(compiler, *flags))}
+    isas = {name: flags for name, flags in ISAS.items() if name in wanted and works(compiler, *flags)}
+    isas = isas or dict([list(ISAS.items())[-1]])  # a compiler that knows none of them
     with TemporaryDirectory() as temporary:
         objects = compile_objects(compiler, folder, isas, temporary)
         linked = Path(temporary, library.name)

@@ -327,10 +327,11 @@ def missing_weights(folder: Path) -> str | None:
 
 def native_text(isa: str | None, isas: list[str], missing: Sequence[str] = (), **chosen: Any) -> list[str]:
     """Return lines about the CPU kernels. isa: instruction set in use; None without native kernels."""
+    from npuserve.kernels.native import unavailable_text
     from npuserve.kernels.native.choice import CpuKernels, describe, missing_text
 
     if isa is None:
-        return ["no CPU kernels are built; installing with a C++17 compiler (g++ or clang++) makes the CPU much faster"]
+        return [unavailable_text()]
     return describe(CpuKernels(isa, **chosen), isas) + ([missing_text(missing)] if missing else [])
 
 

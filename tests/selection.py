@@ -2,9 +2,10 @@
 
 Of a test function with two or more parameters a choice of the cases runs: every value of each parameter occurs in one
 of them. Of tests of kernels, whose code differs with each pair, every pair of values of two parameters does with
-`--slow`, since most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Tests and cases marked
-`full` do not run, nor do tests marked `slow` without `--slow`. A test named by `::` on the command line runs all its
-cases. `.ci/run` runs tests with `--slow`.
+`--slow`, since most defects need at most two values at once (Kuhn, Wallace and Gallo 2004). Tests marked `slow` need
+`--slow` or `--full`, those marked `full` need `--full`: further variants of what a test for every change shows, and
+tests of what changes rarely. A test named by `::` on the command line runs all its cases. `.ci/run` runs tests with
+`--slow`, and every night with `--full`.
 
 Tests of whole servers (tests/e2e) take most of the time. Without `--slow` only the smoke test of that folder runs,
 unless the command line names the folder, or something in it. Of the tests that are skipped for the same reason, such as

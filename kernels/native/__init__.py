@@ -1,8 +1,8 @@
 """CPU kernels in C++: the library, calls of its ops, and programs of calls.
 
 The library has a table of kernels for each instruction set. The process uses the widest set of the processor, unless
-choice.py selects another. Without the library, `available()` is False and no kernel of this backend is registered. The
-golden functions are used then.
+choice.py selects another. Without the library, or without a set of this processor in it, `available()` is False and no
+kernel of this backend is registered. The golden functions are used then.
 
 Folders of C++ sources:
 
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from npuserve.kernels.native.arena import Arena
 from npuserve.kernels.native.binding import CONSTANTS, LANES
 from npuserve.kernels.native.program import Call, NotRecordable, Program, call, empty, record
-from npuserve.kernels.native.shared_library import Library, available, library, using
+from npuserve.kernels.native.shared_library import Library, available, library, unavailable_text, using
 from npuserve.kernels.registry import Kernel
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "implementation",
     "library",
     "record",
+    "unavailable_text",
     "using",
 ]
 

@@ -80,9 +80,14 @@ class Library:
         return digest.decode()
 
     @property
+    def built(self) -> list[str]:
+        """Instruction sets of the library, the widest first."""
+        return self.source.split()[1:]
+
+    @property
     def usually_compact(self) -> bool:
         """True if unpacking compact weights usually costs less than reading plain ones, as with a fast table lookup."""
-        return self.isas[0] != "portable"
+        return self.isas[:1] != ["portable"]
 
     def kernel(self, name: str) -> int:
         """Return the number of the kernel. Raises KeyError if the library has none of that name."""
@@ -188,15 +193,25 @@ _LIBRARY = Library(BINDING) if BINDING else None
 
 
 def available() -> bool:
-    """Return True if the library is loaded."""
-    return _LIBRARY is not None
+    """Return True if the library is loaded and has an instruction set of this processor."""
+    return _LIBRARY is not None and bool(_LIBRARY.isas)
 
 
 def library() -> Library:
     """Return the library. Raises RuntimeError if it is not `available`."""
-    if _LIBRARY is None:
-        raise RuntimeError("the native kernels are not built; installing the package with a C++ compiler builds them")
+    if _LIBRARY is None or not _LIBRARY.isas:
+        raise RuntimeError(unavailable_text())
     return _LIBRARY
+
+
+def unavailable_text() -> str:
+    """Return why the library is not `available`, and the remedy."""
+    if _LIBRARY is None:
+        return ("the native CPU kernels are not built, so plain torch computes, much slower; install the package again "
+                "with a C++ compiler")
+    return (f"the native CPU kernels are built for {', '.join(_LIBRARY.built)} and not for this processor, which has "
+            f"{', '.join(_LIBRARY.missing_isas)}, so plain torch computes, much slower; install the package again on "
+            "this machine, or with NATIVE_ISAS=all")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Generic
 import torch
 
 from npuserve.kernels.int4 import Grouping, Int4, PackedInt4
-from npuserve.kernels.native import LANES, Arena, NotRecordable, Program, layout, library, record
+from npuserve.kernels.native import LANES, Arena, NotRecordable, Program, layout, library, record, unavailable_text
 from npuserve.kernels.native import available as built
 from npuserve.kernels.native.arena import can_populate, populate
 from npuserve.kernels.native.choice import CpuKernels, CpuKernelSettings, choose
@@ -39,6 +39,7 @@ from npuserve.npu.backends.cache_layout import CacheLayout
 from npuserve.npu.backends.capabilities import Capabilities
 from npuserve.npu.backends.memory import DeviceMemory, free_host_memory
 from npuserve.npu.backends.weight_layout import WeightLayout
+from npuserve.npu.notices import Notice
 
 _TORCH_THREADS = torch.get_num_threads()
 """torch's default, read before anything sets it: environment variables may define it."""
@@ -305,6 +306,10 @@ class CpuBackend(Backend):
     @classmethod
     def available(cls) -> bool:
         return True
+
+    @classmethod
+    def preflight(cls, *, captures: bool, ranks: int = 1) -> Sequence[Notice]:
+        return [] if built() else [Notice("warning", "kernels", unavailable_text())]
 
     def _set_up_threads(self) -> None:
         """Set the threads of this process to those of the settings: the kernels', torch's and the queue's."""

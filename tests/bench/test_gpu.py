@@ -92,7 +92,7 @@ def test_all_parts_on_a_toy_shape(tmp_path: Path) -> None:
 
 
 @built
-@pytest.mark.slow
+@pytest.mark.full
 def test_steps_of_a_hybrid_continue_kept_states(tmp_path: Path) -> None:
     """Runs from the same prompts give the same tokens, however often they are repeated."""
     code, report, said = run(tmp_path, "--device", "cpu", "--parts", "machine,steps", "--shape", "toy-hybrid")
@@ -105,7 +105,7 @@ def test_steps_of_a_hybrid_continue_kept_states(tmp_path: Path) -> None:
 
 
 @built
-@pytest.mark.slow
+@pytest.mark.full
 def test_mixture_is_measured_beside_the_bytes_of_its_chosen_experts(tmp_path: Path) -> None:
     """In two forms, by name. The floor of one row has the weights of 2 of 8 experts."""
     code, report, said = run(tmp_path, "--device", "cpu", "--parts", "numbers,machine,steps", "--shape", "toy-experts",

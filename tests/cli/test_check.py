@@ -125,7 +125,6 @@ def test_native_lists_the_instruction_sets_of_the_processor(folder: Path, capsys
                 *["neon_dotprod"] * ("asimddp" in flags), "neon"]
     found = report["native"]["isas"]
     assert found == [isa for isa in isas if isa in found]  # some compilers lack some of them
-    assert found[-1] == isas[-1]
     assert report["native"]["isa"] in found
 
 
@@ -183,9 +182,10 @@ def test_native_without_built_kernels_is_reported(
     folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "unavailable_text", lambda: "they are not built")
     assert checked(capsys, str(folder))[1]["native"] == {"isa": None, "isas": []}
     main(["check", str(folder)])
-    assert "installing with a C++17 compiler" in capsys.readouterr().out
+    assert "\nnative      they are not built\n" in capsys.readouterr().out
 
 
 def test_backends_cpu_is_available_with_all_kernels(folder: Path, capsys: Capture) -> None:

@@ -17,7 +17,7 @@ from tests.helm.combinations import COMBINATIONS, GROUPS
 STACKS = [("cpu",), ("ascend", "prod"), ("cuda", "prod")]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_helm
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not shutil.which("checkov"), reason="no program checkov on PATH (pip install checkov)")

@@ -71,6 +71,7 @@ SOME = [pytest.param(4, id="some"), pytest.param(1, id="all", marks=pytest.mark.
 """Steps through lists of values that the same parts of Helm refuse: its JSON schema, and `fail` in a template."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("names", [
     pytest.param(REPRESENTATIVE, id="representative"),
     pytest.param(ACCEPTED.keys() - REPRESENTATIVE, id="others", marks=pytest.mark.full)])

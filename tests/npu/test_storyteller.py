@@ -30,7 +30,7 @@ def test_loops_detects_repetition() -> None:
     assert not loops("")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_storyteller_samples_do_not_loop() -> None:
     """20 samples at temperature 1 are stories of English words of some length."""
     tokenizer, model = AutoTokenizer.from_pretrained(FOLDER), AutoModelForCausalLM.from_pretrained(FOLDER)

@@ -306,7 +306,7 @@ struct Attention {
         int64_t dim_bytes = s.dim * int64_t(sizeof(X));
         for_tiles<Height>(
             count - from, ceil_div<int64_t>(keys.tokens, LANES),
-            Scores<C, By, Fetch>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from,
+            Scores<typename C::Sums, By, Fetch>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from,
                                  dim_bytes, s.dim / PER, stride, panel_stride, keys, work.scores + from * SPLIT, visible, 0, 0, ahead});
     }
     template <class By, class Height, int64_t PER, class Fetch>
@@ -315,7 +315,7 @@ struct Attention {
                                   const Merging &merging, const Visibility &visible, const Fetch &ahead) {
         for_tiles<Height>(
             count - from, panels,
-            Weighted<C, By, PER, Fetch>{reinterpret_cast<const char *>(work.weights + from * SPLIT),
+            Weighted<typename C::Sums, By, PER, Fetch>{reinterpret_cast<const char *>(work.weights + from * SPLIT),
                                         work.weight_scales + from, values, begin, end, runs, stride, panels,
                                         s.padded_dim, to, merging, visible, 0, 0, ahead});
     }
@@ -363,10 +363,12 @@ struct AttentionMerge {
     }
 };
 
+#if !defined(NPUSERVE_BORROWED)  // a table that has these kernels of avx512_bf16 has its own ones for bfloat16
 extern const Kernel ATTENTION_BFLOAT16[] = {
     KERNEL("attention/bfloat16", AttentionPlain<BFloat16>),
     {nullptr, nullptr, nullptr},
 };
+#endif
 
 #if !defined(__AMX_TILE__)  // without tiles: isa.cpp takes those of avx512_bf16
 extern const Kernel ATTENTION[] = {

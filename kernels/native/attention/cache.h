@@ -156,8 +156,10 @@ INLINE float largest_magnitude(const typename D::type *x, int64_t size) {
 //     The function `end` writes the weights to `to` and returns their scale. weighted: converts sums of products to
 //     sums of values.
 //   value_scales: reads the scales of n tokens, for Weights. copy_scales: copies the scales of n tokens.
+//   Sums: class that has X, score and weighted, the same for all activations that share tiles.
 template <class D>
 struct PlainCache {
+    typedef PlainCache Sums;
     typedef D Activation;
     typedef typename D::type Number;
     typedef typename Product<D>::Dot Dot;
@@ -197,11 +199,19 @@ struct PlainCache {
     };
 };
 
+struct Int8Sums {
+    typedef int16_t X;
+    static INLINE F score(I sum, float query_scale, const uint16_t *key_scales) {
+        return to_float(sum) * (widen(key_scales) * set1(query_scale));
+    }
+    static INLINE F weighted(I sum, float scale) { return to_float(sum) * set1(scale); }
+};
+
 template <class D>
-struct Int8Cache {
+struct Int8Cache : Int8Sums {
+    typedef Int8Sums Sums;
     typedef D Activation;
     typedef int8_t Number;
-    typedef int16_t X;
     typedef DotInt16 Dot;
     static constexpr int64_t WORD = 2, PER_WORD = INT8_CACHE_PER_WORD;
     static constexpr bool ABSORBS = true;
@@ -229,10 +239,6 @@ struct Int8Cache {
         });
         return largest / most;
     }
-    static INLINE F score(I sum, float query_scale, const uint16_t *key_scales) {
-        return to_float(sum) * (widen(key_scales) * set1(query_scale));
-    }
-    static INLINE F weighted(I sum, float scale) { return to_float(sum) * set1(scale); }
     static INLINE void prefetch_scales(const uint16_t *scales, int64_t n) {
         for (int64_t i = 0; i < n; i += 32) __builtin_prefetch(scales + i);
     }

@@ -31,7 +31,8 @@ DECLARE(neon_dotprod)
 #endif
 #if defined(HAS_neon)
 DECLARE(neon)
-#else
+#endif
+#if defined(HAS_portable)
 DECLARE(portable)
 #endif
 
@@ -59,7 +60,8 @@ const KernelTable *const TABLES[] = {
 #endif
 #if defined(HAS_neon)
     &neon::TABLE,
-#else
+#endif
+#if defined(HAS_portable)
     &portable::TABLE,
 #endif
     nullptr,

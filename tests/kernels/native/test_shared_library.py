@@ -11,6 +11,7 @@ import pytest
 
 from npuserve.cli.check import native_text
 from npuserve.kernels import native
+from npuserve.kernels.native import shared_library
 from npuserve.kernels.native.choice import CpuKernels
 from npuserve.kernels.native.shared_library import Library
 from npuserve.service.engine.process import cpu_kernels
@@ -44,6 +45,16 @@ def test_library_has_all_that_the_processor_has_and_it_lacks() -> None:
     built = lib.source.split()[1:]
     assert {*lib.isas} <= {*built}
     assert {*lib.missing_isas}.isdisjoint(built), "a set that is built and supported is in use"
+
+
+def test_library_without_a_set_of_the_processor_names_both_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = library(built=(), processor=("avx2", "portable"))
+    other._lib.npuserve_source = lambda: b"digest avx512_amx avx512_vnni"
+    monkeypatch.setattr(shared_library, "_LIBRARY", other)
+    assert not shared_library.available()
+    with pytest.raises(RuntimeError, match=r"built for avx512_amx, avx512_vnni and not for this processor, which has "
+                                           r"avx2, portable, so plain torch computes.* NATIVE_ISAS=all$"):
+        shared_library.library()
 
 
 def test_engine_with_missing_isas_warns_with_the_remedy(

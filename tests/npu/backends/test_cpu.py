@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from npuserve.kernels import native
+from npuserve.kernels.native import shared_library
 from npuserve.kernels.native.choice import CpuKernelSettings
 from npuserve.kernels.native.packed import PackedWeight, dense, write
 from npuserve.kernels.registry import GOLDEN, KERNELS
@@ -42,6 +43,14 @@ needs_native = pytest.mark.skipif(not native.available(), reason="the native ker
 )
 def test_cpu_resolve_dtype(asked, checkpoint, dtype):
     assert select("cpu").resolve_dtype(asked, checkpoint) == dtype
+
+
+@pytest.mark.parametrize(("is_built", "count"), [(True, 0), (False, 1)])
+def test_cpu_preflight_without_native_kernels_warns(monkeypatch, is_built, count):
+    monkeypatch.setattr(cpu_module, "built", lambda: is_built)
+    monkeypatch.setattr(shared_library, "_LIBRARY", None)
+    notices = CpuBackend.preflight(captures=False)
+    assert [notice.level for notice in notices if "so plain torch computes" in notice.said] == ["warning"] * count
 
 
 def test_cpu_resolve_dtype_unsupported_is_refused():

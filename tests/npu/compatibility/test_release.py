@@ -23,7 +23,7 @@ MADE = Release("2.13.0", "", "", {
      "torch_npu.npu.NPUGraph().update": "cpu_update_input"})
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_our_calls_fit_every_version() -> None:
     wrong = [problem for release in RELEASES.values() for problem in problems(our_uses(), release, RELEASES[EMULATED])]
     assert not wrong

@@ -451,7 +451,7 @@ def test_audit_finds_a_slot_with_two_holders() -> None:
         harness.scheduler.check_integrity()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_thousand_requests_under_pressure_are_answered_as_alone() -> None:
     """Conversations of many clients that grow by turns, with samples, cancels and preemptions."""
     harness = harness_of(host_slots=100, num_blocks=24, max_num_seqs=5, budget=16)

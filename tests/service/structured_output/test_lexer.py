@@ -197,7 +197,7 @@ def test_answer_that_exhausts_lexers_ends_alone_and_may_be_retried() -> None:
     assert others[0].lexer is not others[1].lexer
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("small")
 def test_lexers_of_running_answers_stay_within_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six strings need more than all memory together. Each ends. A lexer grows beyond the limit by its largest size."""
