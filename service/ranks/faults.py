@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from npuserve.service import logs
 from npuserve.service.processes import child
@@ -46,6 +47,8 @@ def report_capture_error(may_drop: bool, error: Exception) -> bool:
 
     Return False, and report nothing, for other errors, and where `may_drop` is False.
     """
+    if "torch" not in sys.modules:  # nothing was captured, and its import would take seconds
+        return False
     from npuserve.npu.backends import explain, is_capture_error
     from npuserve.npu.backends.base import CaptureError
 

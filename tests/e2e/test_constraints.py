@@ -115,13 +115,27 @@ def check_ended(name: str, finish: pb.Finish, text: str, check: Callable[[str], 
         assert (finish.reason, finish.usage.generated_tokens) == (pb.FINISH_REASON_LENGTH, MAX_TOKENS)
 
 
+@pytest.fixture(scope="module")
+def built_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the built-in model with a longer context than that of its training."""
+    folder: Path = tmp_path_factory.mktemp("long") / "model"
+    shutil.copytree(model_folder(BUILT_IN), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    return folder
+
+
 @pytest.fixture(scope="module", params=[
     BUILT_IN, *published("minimind2-small"),  # SentencePiece, and byte-level BPE
     *published("stories15M", "stories260K-qwen3", full=True)])
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    folder = str(model_folder(request.param))
-    with serving(folder, "--dtype", "float32", "--frontends", "2", "--block-size", "16") as running:
+def server(request: pytest.FixtureRequest, built_in: Path) -> Iterator[Server]:
+    folder = str(built_in if request.param == BUILT_IN else model_folder(request.param))
+    with serving(folder, "--dtype", "float32", "--frontends", "2", "--block-size", "16", "--kv-cache-memory",
+                 "96MiB") as running:
         yield running
+
+
+of_the_built_in_model = pytest.mark.parametrize("server", [BUILT_IN], indirect=True, scope="module")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -149,19 +163,9 @@ def test_answer_satisfies_the_constraint(server: Server, name: str, pytestconfig
             assert found.reason == ("length" if finish.reason == pb.FINISH_REASON_LENGTH else "stop")
 
 
-@pytest.fixture(scope="module")
-def long_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Server of the built-in model with a longer context than that of its training."""
-    folder = tmp_path_factory.mktemp("long") / "model"
-    shutil.copytree(model_folder(BUILT_IN), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
-    with serving(str(folder), "--dtype", "float32", "--block-size", "16") as running:
-        yield running
-
-
 @pytest.mark.full
-def test_long_strings_end_within_their_bounds_whatever_others_answer(long_server: Server) -> None:
+@of_the_built_in_model
+def test_long_strings_end_within_their_bounds_whatever_others_answer(server: Server) -> None:
     """Of several clients under one constraint, one after the other and together. None is refused.
 
     By default without a server: test_answers_of_one_constraint_end_whatever_others_have_built.
@@ -170,7 +174,7 @@ def test_long_strings_end_within_their_bounds_whatever_others_answer(long_server
     asks = [ask(4000, json_schema=json.dumps(schema), temperature=1.0, seed=seed) for seed in range(6)]
 
     def text_of(message: pb.GenerateRequest) -> str:
-        answer = long_server.stub.Generate(message, timeout=300)
+        answer = server.stub.Generate(message, timeout=300)
         assert answer.finish.grammar_completed
         return answer.text
 
@@ -182,15 +186,18 @@ def test_long_strings_end_within_their_bounds_whatever_others_answer(long_server
         matches_schema(schema)(text)
 
 
-def test_long_string_continues_after_the_death_of_the_engine(long_server: Server) -> None:
+@pytest.mark.full
+@of_the_built_in_model
+def test_long_string_continues_after_the_death_of_the_engine(server: Server) -> None:
+    """By default without a server in tests/service/structured_output/test_lexer.py."""
     schema = {"type": "string", "minLength": 1000, "maxLength": 1500}
     message = ask(1600, json_schema=json.dumps(schema), temperature=1.0, seed=1)
-    whole = long_server.stub.Generate(message, timeout=300)
+    whole = server.stub.Generate(message, timeout=300)
     text, killed = "", False
-    for part in long_server.stub.StreamGenerate(message, timeout=300):
+    for part in server.stub.StreamGenerate(message, timeout=300):
         text += part.text
         if len(text) >= 500 and not killed:
-            os.kill(engine_of(long_server), signal.SIGKILL)
+            os.kill(engine_of(server), signal.SIGKILL)
             killed = True
     assert killed
     assert text == whole.text

@@ -69,17 +69,15 @@ def test_restarted_engine_keeps_the_instruction_set_of_the_first(
             assert chosen(server, 1) == [(first, "False")]
 
 
-CASES = [
-    pytest.param(gemm, weights, marks=[] if number == 0 and weights == "plain" else pytest.mark.full)
-    for number, gemm in enumerate(GEMMS) for weights in ("plain", "auto")]
-"""By default only the first. The others repeat it by other kernels, whose rows tests/kernels/native checks to be
-independent of the batch; the test above has a kill with compact weights."""
-
-
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
-@pytest.mark.parametrize(("gemm", "weights"), CASES)
+@pytest.mark.full
+@pytest.mark.parametrize("gemm", GEMMS)
+@pytest.mark.parametrize("weights", ["plain", "auto"])
 def test_tokens_are_equal_alone_among_32_rows_and_after_a_kill(gemm: str, weights: str) -> None:
-    """The format of the weights is kept over the restart, too."""
+    """The format of the weights is kept over the restart, too.
+
+    By default the test above has a kill, and tests/kernels/native checks that rows are independent of the batch.
+    """
     wanted = request("Once upon a time", 64, ignore_eos=True)
     with serving(*ON_CPU, "--dtype", "bfloat16", "--cpu-gemm", gemm, "--cpu-weights", weights) as server:
         alone = server.stub.Generate(wanted, timeout=60).token_ids

@@ -54,8 +54,7 @@ def test_full_disk_while_processes_are_restarted_fails_no_request(disk: Path) ->
     process = {"env": {**os.environ, "TMPDIR": str(disk)}}
     filler = full_disk.Filler(disk)
     ask = request("Once upon a time", 200, ignore_eos=True)
-    arguments = ("--dtype", "float32", "--frontends", "2")
-    with serving(*arguments, process=process) as server, contextlib.ExitStack() as stack:
+    with serving("--frontends", "2", process=process, **COUNTING) as server, contextlib.ExitStack() as stack:
         stack.callback(filler.stop)
         alone = streamed(server.stub, ask)[:2]
         filler.start()

@@ -102,7 +102,7 @@ def test_killed_rank_of_the_other_host_shows_in_no_stream(group: Group, folder: 
     overwritten, would compute other tokens. Further restarts: test_ranks.py.
     """
     first, second = group.first, group.second
-    ask = request("Once upon a time", 100, ignore_eos=True)
+    ask = request("Once upon a time", 60, ignore_eos=True)
     alone = streamed(first.stub, ask)[:2]
     if shares_weights():
         erase(folder)
@@ -119,8 +119,10 @@ def test_killed_rank_of_the_other_host_shows_in_no_stream(group: Group, folder: 
     shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
 
 
+@pytest.mark.full
 def test_rank_of_the_other_host_that_dies_is_noticed_while_nothing_runs(group: Group) -> None:
-    """Its next process cannot join the old group."""
+    """Its next process cannot join the old group. The check and its intervals: tests/service/ranks/test_processes.py.
+    """
     first, second = group.first, group.second
     engine, rank = engine_of(first), rank_of(second)
     os.kill(rank, signal.SIGKILL)
@@ -177,6 +179,7 @@ def test_second_signal_ends_a_host_at_once() -> None:
         assert second.process.wait(60) == 0
 
 
+@pytest.mark.full
 def test_missing_rank_is_named_and_ends_the_server() -> None:
     server = host(*FLAGS, "--load-seconds", "2", **torchrun(0, free_port()))
     assert server.process.wait(60) == 2
@@ -184,6 +187,7 @@ def test_missing_rank_is_named_and_ends_the_server() -> None:
     assert "Traceback" not in server.log
 
 
+@pytest.mark.full
 def test_hosts_with_different_models_are_refused(tmp_path: Path) -> None:
     port, other = free_port(), saved(tmp_path / "other")
     with ExitStack() as stack:
@@ -210,6 +214,7 @@ def test_wrong_environment_is_refused(rank: int, variables: dict[str, str], wron
     assert "Traceback" not in server.log
 
 
+@pytest.mark.full
 def test_port_in_use_is_named_and_ends_the_server() -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))

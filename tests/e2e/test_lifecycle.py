@@ -126,10 +126,12 @@ def test_engine_death_is_a_pause(server: Server, slow_load: Path) -> None:
     assert server.metric("npuserve_engine_restarts_total") == restarts + 1
 
 
-@pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.full
 def test_engine_killed_in_each_start_is_restarted_with_short_pauses() -> None:
-    """Nothing is wrong with a start that is killed from outside. The request that waits is answered."""
+    """Nothing is wrong with a start that is killed from outside. The request that waits is answered.
+
+    The pauses alone: tests/service/supervisor/test_restart_policy.py.
+    """
     with serving() as server:
         ask = request("Once upon a time", 200, ignore_eos=True)
         answer = server.stub.Generate.future(ask, timeout=100)
@@ -198,25 +200,12 @@ def server_pb() -> model_pb2.GetLoadRequest:
 
 
 @pytest.mark.slow
-def test_sigterm_with_a_silent_collector_and_a_client_that_reads_nothing_exits_0() -> None:
-    """Each phase of the exit is bounded, and the supervisor waits for all of them."""
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:  # accepts connections and never replies
-        endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
-        with serving("--otlp-endpoint", endpoint, "--drain-seconds", "1", "--max-buffered-tokens", "16",
-                     **COUNTING) as server:
-            small = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-            with grpc.insecure_channel(server.target, small) as channel:
-                stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
-                calls = [stub.StreamGenerate(request("Once upon a time", 480, ignore_eos=True, logprobs=20))
-                         for _ in range(4)]
-                until(lambda: server.metric("npuserve_requests_paused") == len(calls))
-                assert server.stop() == 0, server.log
+def test_sigterm_with_a_silent_collector_slow_readers_and_a_slow_template_exits_0(tmp_path: Path) -> None:
+    """Each phase of the exit is bounded, and the supervisor waits for all of them.
 
-
-@pytest.mark.slow
-def test_sigterm_while_chats_wait_for_a_slow_template_exits_0(tmp_path: Path) -> None:
-    """More chats than the front end has threads, so that none is free at its exit. Each call ends with RetryInfo."""
+    Clients do not read their streams. More chats wait for a template than the front end has threads, so that none is
+    free at its exit; each of these calls ends with RetryInfo.
+    """
     pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
     folder = shutil.copytree(FOLDER, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(  # which must serve one word at the start
@@ -224,17 +213,24 @@ def test_sigterm_while_chats_wait_for_a_slow_template_exits_0(tmp_path: Path) ->
         "{% endif %}")
     chats = 40
     asked = generate_pb2.GenerateRequest(chat=prompt_pb2.Chat(messages=[prompt_pb2.Message(role="user")]))
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as collector:  # accepts connections and never replies
         endpoint = f"http://127.0.0.1:{collector.getsockname()[1]}"
-        with serving(str(folder), "--otlp-endpoint", endpoint, "--drain-seconds", "1", **COUNTING) as server:
-            calls = [server.stub.Generate.future(asked) for _ in range(chats)]
-            until(lambda: server.metric("npuserve_requests_preparing") == chats)
-            assert server.stub.GetLoad(server_pb()).preparing == chats
-            assert server.stop() == 0, server.log
-            for call in calls:
-                assert call.code() is grpc.StatusCode.UNAVAILABLE
-                retry = error_details_pb2.RetryInfo()
-                assert any(detail.Unpack(retry) for detail in rpc_status.from_call(call).details), call.details()
+        with serving(str(folder), "--otlp-endpoint", endpoint, "--drain-seconds", "1", "--max-buffered-tokens", "16",
+                     **COUNTING) as server:
+            small = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+            with grpc.insecure_channel(server.target, small) as channel:
+                stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+                streams = [stub.StreamGenerate(request("Once upon a time", 480, ignore_eos=True, logprobs=20))
+                           for _ in range(4)]
+                until(lambda: server.metric("npuserve_requests_paused") == len(streams))
+                calls = [server.stub.Generate.future(asked) for _ in range(chats)]
+                until(lambda: server.metric("npuserve_requests_preparing") == chats)
+                assert server.stub.GetLoad(server_pb()).preparing == chats
+                assert server.stop() == 0, server.log
+                for call in calls:
+                    assert call.code() is grpc.StatusCode.UNAVAILABLE
+                    retry = error_details_pb2.RetryInfo()
+                    assert any(detail.Unpack(retry) for detail in rpc_status.from_call(call).details), call.details()
 
 
 def test_several_front_ends_share_the_port(two_front_ends: Server) -> None:
@@ -283,8 +279,8 @@ def test_sigterm_to_all_processes_lets_streams_end_without_a_restart() -> None:
 
 @pytest.mark.timeout(300)  # of its waits
 @pytest.mark.parametrize(("stalls", "number"), [
-    ("api", signal.SIGINT),
     ("files", signal.SIGTERM),
+    pytest.param("api", signal.SIGINT, marks=pytest.mark.full),
     pytest.param("api", signal.SIGTERM, marks=pytest.mark.full),
     pytest.param("files", signal.SIGINT, marks=pytest.mark.full),
 ])
@@ -312,7 +308,7 @@ def test_serve_signal_during_a_stalled_download_drains_and_exits_0(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [("check", "--json"), ("quantize",)])
+@pytest.mark.parametrize("command", [("check", "--json"), pytest.param(("quantize",), marks=pytest.mark.full)])
 def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tuple[str, ...], tmp_path: Path) -> None:
     with contextlib.closing(StalledHub("files", tmp_path)) as hub:
         arguments = [*command, "org/name", *([str(tmp_path / "out")] if command == ("quantize",) else [])]
@@ -333,10 +329,9 @@ def test_command_interrupted_during_a_stalled_download_ends_at_once(command: tup
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "said"), [
     (("--device", "npu"), "npu"),
-    (("--kv-cache-memory", "1"), "kv_cache_memory"),
-    # Refused before a process starts, as in tests/cli/test_mistakes.py.
+    # The others: refused before a process starts, as in tests/cli/test_mistakes.py.
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        (("/nowhere/at/all",), "/nowhere/at/all"), (("--max-num-seqs", "0"), "max_num_seqs"),
+        (("--kv-cache-memory", "1"), "kv_cache_memory"), (("/nowhere/at/all",), "/nowhere/at/all"), (("--max-num-seqs", "0"), "max_num_seqs"),
         (("--kv-cache-dtype", "int4"), "kv_cache_dtype"))),
 ])
 def test_serve_error_names_the_cause(arguments: tuple[str, ...], said: str) -> None:
@@ -347,8 +342,9 @@ def test_serve_error_names_the_cause(arguments: tuple[str, ...], said: str) -> N
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_unknown_architecture_names_those_supported(tmp_path: Path) -> None:
+    """By default without a server in tests/npu/model/test_config.py."""
     (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"], "model_type": "bloom"}')
     done = subprocess.run([sys.executable, "-m", "npuserve.cli", "serve", str(tmp_path), "--port", "0",
                            "--metrics-port", "0"], capture_output=True, text=True, timeout=60)

@@ -162,7 +162,9 @@ def test_profile_ends_by_itself_after_its_client_has_left(shared: tuple[Profiled
     server.stop()
 
 
+@pytest.mark.full
 def test_kept_traces_are_bounded(shared: tuple[Profiled, Path]) -> None:
+    """Without a server: tests/npu/profiling/test_trace_folder.py."""
     server, folder = shared
     with server.busy():
         for number in range(trace_folder.MAX_TRACES + 2):
@@ -197,6 +199,6 @@ def test_server_without_the_setting_refuses_and_with_an_unusable_one_does_not_st
         assert "profile_dir" in refusal(Profiled(server).start, grpc.StatusCode.FAILED_PRECONDITION)
         bare = admin_service_pb2_grpc.AdminServiceStub(server.channel)
         refusal(lambda: bare.StartProfile(pb.StartProfileRequest()), grpc.StatusCode.UNAUTHENTICATED)
-    with serving("--profile-dir", keys(tmp_path), wait=False) as refused:
+    with serving("--profile-dir", keys(tmp_path), wait=False, **COUNTING) as refused:
         assert refused.process.wait(60) == 2
         assert f"profile_dir: {keys(tmp_path)} cannot be used" in refused.log

@@ -33,8 +33,9 @@ REGEX = "[a-z]{3}( [a-z]{2,6}){4}"
     pytest.param("w8a8", Int8Rounding(), id="w8a8"),
     # In memory as w8a8: tests/npu/model/test_modelslim.py.
     pytest.param("w8a8", Int8Rounding(modelslim=True), id="modelslim", marks=pytest.mark.full),
-    pytest.param("w4a16", Int4Rounding(32), id="w4a16"),
-    pytest.param("w4a8", Int4Int8Rounding(32), id="w4a8"),
+    # Of another form alone: tests/npu/execution and tests/npu/quantize.
+    pytest.param("w4a16", Int4Rounding(32), id="w4a16", marks=pytest.mark.full),
+    pytest.param("w4a8", Int4Int8Rounding(32), id="w4a8", marks=pytest.mark.full),
 ])
 def test_a_quantized_model_is_served(tmp_path: Path, name: str, rounding: Rounding) -> None:
     """All answers are those of the runner alone, without a prefix cache and without drafts."""

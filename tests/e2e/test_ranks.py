@@ -25,6 +25,7 @@ from tests.support.benches import bench
 from tests.support.real_models import model_folder
 
 pytestmark = pytest.mark.slow
+REGEX = r"[A-Z][a-z ,]{8,60}\."
 
 
 def parallel(size: int) -> tuple[str, ...]:
@@ -52,17 +53,21 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def test_tokens_equal_those_of_transformers(server: Server) -> None:
-    """The other stories: test_tokens_among_others_equal_those_of_transformers."""
+    """The other stories: test_tokens_among_others_equal_those_of_transformers. A constraint holds in all ranks."""
     check(server, FOLDER, STORIES, 0)
     check_seeded(server)
+    constrained = server.stub.Generate(request("Once upon a time", 48, regex=REGEX), timeout=100)
+    assert re.fullmatch(REGEX, constrained.text)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("name", "prompts"), [
-    model if model.id in ("storyteller", "minimind2-small") else  # the others are as small as storyteller
-    pytest.param(*model.values, id=model.id, marks=[*model.marks, pytest.mark.full]) for model in MODELS])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_tokens_among_others_equal_those_of_transformers(name: str, prompts: list[str], size: int) -> None:
-    """With chunks, preemption and prefix hits. Four ranks: also tests/npu/test_parallel.py. A drain ends all ranks."""
+    """With chunks, preemption and prefix hits. A drain ends all ranks.
+
+    By default without a server in tests/npu/test_parallel.py, and for a hybrid in test_hybrid_matrix.py.
+    """
     with among_others(model_folder(name), prompts, *parallel(size), share=2) as server:
         ranks = ranks_of(server.process.pid)
         assert len(ranks) == size - 1
@@ -74,10 +79,9 @@ def test_ranks_have_one_process_each(server: Server) -> None:
     assert len(ranks_of(server.process.pid)) == 1
 
 
+@pytest.mark.full
 def test_constrained_answers_equal_those_of_one_process(server: Server) -> None:
-    asks = [request("Once upon a time", 48, temperature=temperature, seed=4) for temperature in (0.0, 1.0)]
-    for ask in asks:
-        ask.regex = r"[A-Z][a-z ,]{8,60}\."
+    asks = [request("Once upon a time", 48, temperature=temperature, seed=4, regex=REGEX) for temperature in (0.0, 1.0)]
     with serving("--dtype", "float32") as alone:
         wanted = [streamed(alone.stub, ask)[:2] for ask in asks]
     with ThreadPoolExecutor(4) as threads:
@@ -85,7 +89,7 @@ def test_constrained_answers_equal_those_of_one_process(server: Server) -> None:
         assert [streamed(server.stub, ask)[:2] for ask in asks] == wanted
         for other in others:
             other.result()
-    assert all(re.fullmatch(r"[A-Z][a-z ,]{8,60}\.", text) for text, _ in wanted)
+    assert all(re.fullmatch(REGEX, text) for text, _ in wanted)
 
 
 def answers(server: Server) -> bool:
@@ -126,7 +130,7 @@ def erased(server: Server, folder: Path, kills: ModuleType) -> tuple[list[pb.Gen
     """Requests and their answers. The model's files are then overwritten where the weights are kept in memory, so that
     a rank that reads them again computes other tokens.
     """
-    wanted = kills.asks(8, 120)
+    wanted = kills.asks(8, 60)
     with ThreadPoolExecutor(8) as threads:
         alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))
     if shares_weights():
@@ -134,7 +138,9 @@ def erased(server: Server, folder: Path, kills: ModuleType) -> tuple[list[pb.Gen
     return wanted, alone
 
 
-@pytest.mark.parametrize("victim", ["engine", "rank"])
+@pytest.mark.parametrize("victim", [
+    pytest.param("engine", marks=pytest.mark.full),  # test_hybrid_matrix.py kills that of two ranks
+    "rank"])
 def test_death_of_a_rank_ends_the_group_within_a_second(
     server: Server, erased: tuple[list[pb.GenerateRequest], list[Any]], kills: ModuleType, victim: str
 ) -> None:
@@ -170,8 +176,10 @@ def test_killed_ranks_show_in_no_stream(
     assert server.metric("npuserve_kv_cache_usage_ratio") == 0
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("erased")
 def test_stopped_rank_is_a_hang_that_the_watchdog_ends(server: Server) -> None:
+    """By default test_edge.py freezes an engine."""
     alone, before = streamed(server.stub, request("Once upon a time", 64))[:2], server.metric(
         "npuserve_engine_restarts_total")
     os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)

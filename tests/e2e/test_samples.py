@@ -133,7 +133,8 @@ ASKS = {
 }
 
 
-@pytest.mark.parametrize("name", ASKS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.full if name in ("last seed", "penalties", "bypass") else ()) for name in ASKS])
 def test_samples_equal_separate_requests(samples: Samples, name: str) -> None:
     """Alone and among others, as a stream and unary."""
     ask, server = ASKS[name], samples.server
@@ -171,7 +172,7 @@ def peak(samples: Samples, work: Callable[[], object]) -> float:
     return most
 
 
-@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("bypass", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_samples_share_blocks(samples: Samples, bypass: bool) -> None:
     """Eight samples hold the blocks of the prompt once. Eight requests with different salts hold them eight times."""
     stub, tokens = samples.server.stub, 3 * BLOCK
@@ -194,7 +195,7 @@ def test_samples_share_blocks(samples: Samples, bypass: bool) -> None:
     assert cached == [0] + [SHARED * BLOCK] * 7
 
 
-@pytest.mark.parametrize("how", ["cancel", "deadline", "abort"])
+@pytest.mark.parametrize("how", ["cancel", pytest.param("deadline", marks=pytest.mark.full), "abort"])
 def test_end_of_a_call_frees_all_samples(samples: Samples, how: str) -> None:
     stub = samples.server.stub
     ask = request(PROMPT, 200, n=8, temperature=1.0, ignore_eos=True, request_id="mine")
@@ -232,8 +233,9 @@ def test_engine_death_shows_in_no_sample(samples: Samples, moment: str) -> None:
     assert of_stream([*parts, *call]) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_samples_that_kill_the_engine_end_with_one_error() -> None:
+    """By default test_deaths.py has a request that kills the engine."""
     with serving(**brittle.COUNTING) as server:
         ask = request("Once upon a time", 400, n=3, ignore_eos=True)
         expected = alone(server, ask)

@@ -40,8 +40,9 @@ def refused(*arguments: str, **environ: str) -> str:
 
 
 @pytest.mark.parametrize("command", [
-    ("serve", "--port", "0", "--metrics-port", "0"), ("demo",), ("check",), ("bench", "kernels"), ("bench", "step"),
-    ("quantize", "", "no-such-folder", "--calibration", "none")])
+    ("serve", "--port", "0", "--metrics-port", "0"), ("check",), *(pytest.param(command, marks=pytest.mark.full)
+    for command in (("demo",), ("bench", "kernels"), ("bench", "step"),
+                    ("quantize", "", "no-such-folder", "--calibration", "none")))])
 @pytest.mark.parametrize("error", ['ImportError("no library", name="torch._C")', 'OSError("no library")'])
 def test_torch_that_cannot_be_imported_is_one_sentence(command: tuple[str, ...], error: str, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text(f"raise {error}\n")
@@ -52,8 +53,8 @@ def test_torch_that_cannot_be_imported_is_one_sentence(command: tuple[str, ...],
 
 
 @pytest.mark.parametrize("template", [
-    "{% if %}", "{% if 1 %}" * 500 + "{% endif %}" * 500,
-    pytest.param("{{ 'a' * 10**9 * 8 }}", marks=pytest.mark.slow)])
+    "{% if %}", *(pytest.param(template, marks=pytest.mark.full) for template in (
+        "{% if 1 %}" * 500 + "{% endif %}" * 500, "{{ 'a' * 10**9 * 8 }}"))])
 def test_serve_with_a_chat_template_that_cannot_be_compiled_names_its_file(folder: Path, template: str) -> None:
     (folder / "chat_template.jinja").write_text(template)
     done = npuserve("serve", str(folder), "--port", "0", "--metrics-port", "0")
@@ -75,7 +76,7 @@ def test_serve_with_too_few_layers_ends_with_a_short_error(folder: Path) -> None
     assert len(error) < 600
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("arguments", "message"), [
     (("--tensor-parallel-size", "64"),
      "tensor_parallel_size: 64 does not divide the model's 4 attention heads; possible below are 1, 2, 4"),
@@ -98,7 +99,7 @@ def test_serve_with_nan_weights_names_the_tensor(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", [
-    "model.safetensors", "tokenizer.json", pytest.param("config.json", marks=pytest.mark.full)])
+    "tokenizer.json", *(pytest.param(file, marks=pytest.mark.full) for file in ("model.safetensors", "config.json"))])
 def test_serve_with_a_git_lfs_pointer_names_the_file(folder: Path, file: str) -> None:
     """More files: tests/npu/model/test_loader.py."""
     (folder / file).write_text(POINTER)
@@ -182,8 +183,9 @@ def test_serve_whose_front_end_cannot_be_started_names_the_cause() -> None:
     assert done.stderr == "npuserve: frontend-0 cannot be started: [Errno 13] Permission denied\n"
 
 
+@pytest.mark.full
 def test_serve_short_of_processes_at_its_start_tries_again() -> None:
-    """And logs once that it is ready."""
+    """And logs once that it is ready. The policy: tests/service/supervisor/test_restart_policy.py."""
     with serving(program=("-c", SHORT_OF_PROCESSES, str(errno.EAGAIN), "serve")) as server:
         assert server.stop() == 0
         lines = [json.loads(line) for line in server.log.splitlines()]

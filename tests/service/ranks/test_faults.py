@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import subprocess
 import sys
 
 import pytest
@@ -58,6 +59,13 @@ def test_start_code_tells_captures_from_an_unusable_configuration(capsys: pytest
         "capture_failed", "unusable", "unusable"]
     with pytest.raises(OSError, match="too many"):  # it may succeed later
         faults.start_code(OSError(errno.EMFILE, "too many"), True)
+
+
+def test_start_code_of_an_error_before_torch_is_needed_imports_no_torch() -> None:
+    program = ("import sys; from npuserve.service.ranks.faults import start_code; "
+               "code = start_code(ValueError('kv_events: the port is taken'), True); "
+               "sys.exit(code if 'torch' not in sys.modules else 9)")
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == child.UNUSABLE
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, program: str) -> tuple[int, dict[str, str]]:

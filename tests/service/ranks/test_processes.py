@@ -113,7 +113,7 @@ def test_second_process_of_a_rank_cannot_join() -> None:
 def test_second_process_of_a_rank_replaces_one_that_has_ended_before_the_group_was_complete() -> None:
     """No rank has connections yet."""
     store, address = parallel.serve("127.0.0.1:0", 3, 10)
-    with pytest.raises(parallel.MissingRanks):
+    with pytest.raises(parallel.MissingRanks, match=r"^ranks 0, 2 of 3 did not join within 0 s$"):
         parallel.wait_for_ranks(parallel.join(address, 3, 10), 1, 3, 0)
     with ThreadPoolExecutor(3) as threads:
         stores = [store, *(parallel.join(address, 3, 10) for _ in range(2))]

@@ -6,11 +6,15 @@ import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from npuserve.npu.storyteller import FOLDER
 from npuserve.service.config import ConfigError, ServerConfig
-from npuserve.service.ranks.world import NAMES, World, local_ranks, read_world
+from npuserve.service.ranks.world import NAMES, World, check_same, local_ranks, read_world
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "first", "MASTER_PORT": "29400"}
 LWS = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "2", "LWS_LEADER_ADDRESS": "first"}
@@ -124,3 +128,64 @@ def test_explanation_names_the_port_or_the_address():
     assert str(world("10.0.0.1", port).explain(error)) == (
         f"MASTER_ADDR: 10.0.0.1:{port} does not answer here, where RANK is 0; it must be an address of this host: "
         "the store has timed out")
+
+
+class FakeGroup:
+    """Group of two ranks, which are threads. others: the state that both share; None for rank 0, which makes it."""
+
+    size = 2
+
+    def __init__(self, others: FakeGroup | None = None):
+        self.rank = int(others is not None)
+        self._barrier: threading.Barrier = others._barrier if others else threading.Barrier(2)
+        self._values: dict[int, Any] = others._values if others else {}
+
+    def broadcast(self, message: bytes) -> bytes:
+        found: bytes = self._exchange(message)[0]
+        return found
+
+    def minimum(self, number: int) -> list[int]:
+        return [min(self._exchange(number).values())]
+
+    def _exchange(self, value: object) -> dict[int, Any]:
+        """Return the values of both ranks."""
+        self._values[self.rank] = value
+        self._barrier.wait(60)
+        found = dict(self._values)
+        self._barrier.wait(60)
+        return found
+
+
+def changed(folder: Path, file: str) -> Path:
+    """Save the folder of a model without weights that has another content of one file."""
+    folder.mkdir()
+    (folder / "config.json").write_bytes((FOLDER / "config.json").read_bytes())
+    (folder / "model.safetensors").write_bytes(b"weights")
+    with (folder / file).open("a") as opened:
+        opened.write(" ")
+    return folder
+
+
+@pytest.mark.parametrize(("settings", "file", "wrong"), [
+    ({}, "README.md", ""), ({"port": 1, "threads": 9}, "README.md", ""),
+    ({"dtype": "float32"}, "README.md", "settings"), ({}, "config.json", "model"), ({}, "model.safetensors", "model"),
+    ({"block_size": 32}, "config.json", "settings, model")])
+def test_rank_that_differs_is_named_by_both(
+    settings: dict[str, Any], file: str, wrong: str, tmp_path: Path
+) -> None:
+    first = FakeGroup()
+    ranks = [(first, CONFIG, changed(tmp_path / "first", "README.md")),
+             (FakeGroup(first), ServerConfig(tensor_parallel_size=4, **settings), changed(tmp_path / "second", file))]
+
+    def error(rank: tuple[Any, ServerConfig, Path]) -> str:
+        try:
+            check_same(*rank)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(error, ranks))
+    assert said == ([
+        "rank 1 differs from rank 0 in version, settings or model; its log says in which",
+        f"rank 1 and rank 0 differ in {wrong}; all ranks need the same"] if wrong else ["", ""])
