@@ -23,6 +23,7 @@ from npuserve import LLM, EngineArgs, SamplingParams
 from npuserve.client import Client, ClientError, InvalidRequest
 from npuserve.client.outputs import Logprob
 from npuserve.npu.storyteller import FOLDER as BUILT_IN
+from tests.e2e.server import KV_CACHE_MEMORY
 from tests.support.models import random_model
 from tests.support.pooling import saved_embedder, saved_reranker
 
@@ -30,8 +31,12 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM(max_model_len=256) as model:
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Model whose default parameters are greedy, shared by the tests."""
+    folder = shutil.copytree(BUILT_IN, tmp_path_factory.mktemp("llm") / "model")
+    settings = folder / "generation_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_sample": True, "top_k": 1}))
+    with LLM(str(folder), max_model_len=256, kv_cache_memory=KV_CACHE_MEMORY) as model:
         yield model
 
 
@@ -101,11 +106,38 @@ def test_private_server_refuses_calls_without_its_key(llm: LLM):
     assert refused.value.code is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
 
 
+def test_default_parameters_are_those_of_the_model(llm: LLM):
+    parameters = llm.get_default_sampling_params()
+    parameters.max_tokens = 12
+    defaults = llm.generate(["Once upon a time"] * 3, parameters, use_tqdm=False)
+    without = llm.generate(["Once upon a time"] * 3, use_tqdm=False)
+    sampled = llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=12), use_tqdm=False)
+    (greedy,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+    assert {output.outputs[0].text for output in defaults} == {greedy.outputs[0].text}
+    assert all(output.outputs[0].text.startswith(greedy.outputs[0].text) for output in without)
+    assert len({output.outputs[0].text for output in sampled}) > 1
+
+
+@pytest.mark.slow
+def test_death_of_the_private_server_ends_calls_with_its_last_messages(llm: LLM):
+    """Last test of the shared server."""
+    llm._server._lines.append("the last message")
+    killer = threading.Timer(0.5, llm._server._process.kill)
+    killer.start()
+    with pytest.raises(ValueError, match=r"^the private server ended: (.*\n)*the last message$"):
+        llm.generate(["Once upon a time"] * 5_000, GREEDY, use_tqdm=False)
+    killer.join()
+    llm.close()
+    llm._server._reader.join(60)
+    process = llm._server._process
+    assert [bool(file and file.closed) for file in (process.stdin, process.stdout, process.stderr)] == [True] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("settings", "reason"), [
     ({"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization=0.9; here it is --kv-cache-memory"),
-    ({"model": "/no/folder"}, "model: there is no folder /no/folder"),
-    ({"max_model_len": -3}, "max_model_len: -3 is not in"),
+    pytest.param({"model": "/no/folder"}, "model: there is no folder /no/folder", marks=pytest.mark.full),
+    pytest.param({"max_model_len": -3}, "max_model_len: -3 is not in", marks=pytest.mark.full),
     ({"port": 50051}, "--port: a private server chooses it; remove it"),
     ({"tls_cert": "server.pem", "tls_key": "server.key"}, "--tls-cert: a private server chooses it; remove it"),
 ])
@@ -117,26 +149,12 @@ def test_setting_that_the_server_refuses_is_a_value_error(settings: dict[str, An
     assert private_servers() == before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_model_that_cannot_be_loaded_is_a_value_error(tmp_path: Path):
     before = private_servers()
     with pytest.raises(ValueError, match=r"^the private server ended: npuserve: model: .* has no config.json"):
         LLM(str(tmp_path))
     assert private_servers() == before
-
-
-@pytest.mark.slow
-def test_death_of_the_private_server_ends_calls_with_its_last_messages():
-    with LLM(max_model_len=256) as model:
-        model._server._lines.append("the last message")
-        killer = threading.Timer(0.5, model._server._process.kill)
-        killer.start()
-        with pytest.raises(ValueError, match=r"^the private server ended: (.*\n)*the last message$"):
-            model.generate(["Once upon a time"] * 20_000, GREEDY, use_tqdm=False)
-        killer.join()
-    model._server._reader.join(60)
-    process = model._server._process
-    assert [bool(file and file.closed) for file in (process.stdin, process.stdout, process.stderr)] == [True] * 3
 
 
 KILLED = """
@@ -157,7 +175,7 @@ def test_private_server_ends_when_its_process_is_killed(tmp_path: Path):
             time.sleep(0.05)  # the test's time limit ends the wait
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_serve_private_prints_its_address_and_key_once_it_listens():
     with subprocess.Popen([sys.executable, "-m", "npuserve.cli", "serve", "--private", "--log-level", "error"],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -171,7 +189,7 @@ def test_serve_private_prints_its_address_and_key_once_it_listens():
         assert server.wait() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_serve_private_with_a_broken_model_exits_with_2_and_one_message(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-m", "npuserve.cli", "serve", "--private", str(tmp_path)], text=True,
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
@@ -182,24 +200,7 @@ def test_serve_private_with_a_broken_model_exits_with_2_and_one_message(tmp_path
     assert messages.splitlines()[-1].startswith("npuserve: model: ")
 
 
-@pytest.mark.slow
-def test_default_parameters_are_those_of_the_model(tmp_path: Path):
-    shutil.copytree(BUILT_IN, tmp_path, dirs_exist_ok=True)
-    settings = tmp_path / "generation_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"do_sample": True, "top_k": 1}))
-    with LLM(str(tmp_path), max_model_len=256) as model:
-        parameters = model.get_default_sampling_params()
-        parameters.max_tokens = 12
-        defaults = model.generate(["Once upon a time"] * 3, parameters, use_tqdm=False)
-        without = model.generate(["Once upon a time"] * 8, use_tqdm=False)
-        sampled = model.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=12), use_tqdm=False)
-        (greedy,) = model.generate("Once upon a time", GREEDY, use_tqdm=False)
-    assert {output.outputs[0].text for output in defaults} == {greedy.outputs[0].text}
-    assert all(output.outputs[0].text.startswith(greedy.outputs[0].text) for output in without)
-    assert len({output.outputs[0].text for output in sampled}) > 1
-
-
-@pytest.mark.slow
+@pytest.mark.full
 def test_embed_and_score_equal_the_clients_answers(tmp_path: Path):
     model = random_model("qwen3", vocab_size=768, max_position_embeddings=256, hidden_size=64, num_hidden_layers=2)
     (tmp_path / "embedder").mkdir()
@@ -249,8 +250,9 @@ def test_engine_args_are_added_to_a_group_without_nested_groups():
     assert vars(parser.parse_args(["--max-model-len", "128"])) == {"max_model_len": "128"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_private_server_ends_with_the_last_reference_to_its_llm():
+    """By default test_private_server_ends_when_its_process_is_killed."""
     before = private_servers()
     model = LLM()
     assert len(private_servers()) == len(before) + 1

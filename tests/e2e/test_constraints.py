@@ -130,8 +130,7 @@ def built_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     *published("stories15M", "stories260K-qwen3", full=True)])
 def server(request: pytest.FixtureRequest, built_in: Path) -> Iterator[Server]:
     folder = str(built_in if request.param == BUILT_IN else model_folder(request.param))
-    with serving(folder, "--dtype", "float32", "--frontends", "2", "--block-size", "16", "--kv-cache-memory",
-                 "96MiB") as running:
+    with serving(folder, "--dtype", "float32", "--block-size", "16", "--kv-cache-memory", "96MiB") as running:
         yield running
 
 

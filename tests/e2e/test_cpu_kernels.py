@@ -39,11 +39,15 @@ def chosen(server: Server, lives: int) -> list[tuple[str, str]]:
     return re.findall(r"CPU kernels run on (\w+),.* kept=(\w+)", server.log)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(len(ISAS) < 2, reason="the native kernels have one instruction set here")
 def test_restarted_engine_keeps_the_instruction_set_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the rates have changed, so that answers stay bit-identical. With --full another server follows them."""
+    """Also if the rates have changed, so that answers stay bit-identical. Another server follows them.
+
+    By default tests/service/supervisor/test_supervisor.py has what the next engine gets.
+    """
     first, second = ISAS[:2]
     rates = tmp_path / "rates"
     write_rates(rates, second)
@@ -64,9 +68,8 @@ def test_restarted_engine_keeps_the_instruction_set_of_the_first(
         assert (again.token_ids, same_reports) == (alone.token_ids, reports)
         assert server.metric("npuserve_cpu_kernels_info", isa=second, weights="compact") == 1
         assert server.metric("npuserve_cpu_peak_flops", isa=second, numbers="bf16") == 2e9
-    if pytestconfig.getoption("--full"):
-        with serving(*ON_CPU, program=BRITTLE) as server:
-            assert chosen(server, 1) == [(first, "False")]
+    with serving(*ON_CPU, program=BRITTLE) as server:
+        assert chosen(server, 1) == [(first, "False")]
 
 
 @pytest.mark.skipif(not ISAS, reason="the native kernels are not built")
@@ -76,7 +79,7 @@ def test_restarted_engine_keeps_the_instruction_set_of_the_first(
 def test_tokens_are_equal_alone_among_32_rows_and_after_a_kill(gemm: str, weights: str) -> None:
     """The format of the weights is kept over the restart, too.
 
-    By default the test above has a kill, and tests/kernels/native checks that rows are independent of the batch.
+    By default tests/kernels/native checks that rows are independent of the batch.
     """
     wanted = request("Once upon a time", 64, ignore_eos=True)
     with serving(*ON_CPU, "--dtype", "bfloat16", "--cpu-gemm", gemm, "--cpu-weights", weights) as server:

@@ -57,8 +57,10 @@ def counting(slow: Path) -> Iterator[Server]:
             yield running
 
 
-@pytest.mark.parametrize(("number", "streams"), [(1, 8), pytest.param(2, 16, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize(("number", "streams"), [(1, 8), (2, 16)])
 def test_killed_engines_show_in_no_stream(server: Server, kills: ModuleType, number: int, streams: int) -> None:
+    """By default test_ranks.py kills a rank, and so the engine, during the same streams."""
     wanted, before = kills.asks(streams, 100), server.metric("npuserve_engine_restarts_total")
     with ThreadPoolExecutor(8) as threads:
         alone = list(threads.map(lambda ask: kills.stream(server.stub, ask), wanted))

@@ -172,9 +172,12 @@ def test_a_frozen_front_end_is_replaced(server: Server) -> None:
     assert server.stop() == 0  # this is the last test of the shared server
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_drain_on_demand(tmp_path: Path) -> None:
-    """AdminService.Drain through one of two front ends: both end, running requests complete, exit code 0."""
+    """AdminService.Drain through one of two front ends: both end, running requests complete, exit code 0.
+
+    By default without a model's processes in tests/service/supervisor/test_supervisor.py.
+    """
     keys = tmp_path / "keys"
     key = command(sys.executable, "-m", "npuserve.cli", "keys", "add", str(keys), "ops", "--admin").stdout
     with serving("--frontends", "2", "--api-keys", str(keys), **COUNTING) as server:

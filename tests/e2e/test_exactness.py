@@ -118,8 +118,9 @@ def check_seeded(server: Server) -> None:
     assert len({tuple(ids) for _, ids, _ in alone}) == len(asks)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_with_one_step_in_flight() -> None:
+    """By default test_quantized.py has the flag."""
     with serving("--dtype", "float32", "--no-double-buffering") as server, ThreadPoolExecutor(8) as threads:
         for future in [threads.submit(check, server, FOLDER, STORIES, index) for index in range(len(STORIES))]:
             future.result()

@@ -112,6 +112,7 @@ def test_explain_of_a_live_request_says_so(counting: Server, keys: dict[str, str
     assert 0 < explained.generated_tokens < 450
 
 
+@pytest.mark.full
 def test_explain_names_preemption(keys: dict[str, str]) -> None:
     """Another client takes turns with the only place."""
     with serving("--api-keys", keys["file"], "--max-num-seqs", "1", **COUNTING) as server:
@@ -130,7 +131,9 @@ def test_explain_names_preemption(keys: dict[str, str]) -> None:
     assert causes["preemption"] > 0.3
 
 
+@pytest.mark.full
 def test_explain_names_the_prompts_of_neighbours_and_the_grammar(keys: dict[str, str]) -> None:
+    """By default without a server in tests/service/engine/test_request_history.py."""
     with serving("--api-keys", keys["file"], "--max-num-batched-tokens", "512") as server, \
             connect(server.target, keys["root"]) as channel:
         asker = Asker(channel)

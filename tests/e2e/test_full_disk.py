@@ -86,8 +86,10 @@ def test_full_disk_while_processes_are_restarted_fails_no_request(disk: Path) ->
         assert server.stop() == 0
 
 
+@pytest.mark.full
 def test_full_disk_request_that_kills_the_engine_is_found(disk: Path) -> None:
-    """The deaths that it caused are counted in a file under TMPDIR."""
+    """The deaths that it caused are counted in a file under TMPDIR. Alone: tests/service/engine/test_crash_tracker.py.
+    """
     process, filler = {"env": {**os.environ, "TMPDIR": str(disk)}}, full_disk.Filler(disk)
     with serving(process=process, **COUNTING) as server, contextlib.ExitStack() as stack:
         stack.callback(filler.stop)

@@ -36,7 +36,7 @@ class Served(NamedTuple):
     pytest.param((1, "off"), id="alone", marks=pytest.mark.full),
     pytest.param((1, "suffix"), id="drafts", marks=pytest.mark.full),  # test_speculation.py: with another model
     pytest.param((1, "mtp"), id="head"),
-    pytest.param((2, "off"), id="two ranks", marks=pytest.mark.full),  # test_hybrid_matrix.py: with experts
+    pytest.param((2, "off"), id="two ranks", marks=pytest.mark.full),
     pytest.param((2, "suffix"), id="two ranks, drafts", marks=pytest.mark.full),
     pytest.param((2, "mtp"), id="two ranks, head", marks=pytest.mark.full)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:

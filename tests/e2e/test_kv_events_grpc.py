@@ -172,8 +172,11 @@ class Stalled:
         raise AssertionError("the subscription ended with OK")
 
 
+@pytest.mark.full
 def test_subscriber_that_stops_reading_is_ended_and_holds_up_nobody(tmp_path: Path) -> None:
-    """A follower gets all events meanwhile. A drain does not wait for a subscriber that reads nothing."""
+    """By default without processes in tests/service/streams/test_kv_subscription.py.
+
+    A follower gets all events meanwhile. A drain does not wait for a subscriber that reads nothing."""
     dice = random.Random(5)
     folder = saved(tmp_path, layers=1, vocabulary=VOCABULARY)
     with serving(str(folder), "--kv-events", "grpc", "--kv-events-buffer", "64", "--block-size", str(BLOCK),

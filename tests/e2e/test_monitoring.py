@@ -13,16 +13,12 @@ import pytest
 from tests.support.benches import BENCH
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not (shutil.which("prometheus") and shutil.which("promtool")), reason="no Prometheus")
-def test_every_panel_has_data_and_no_counter_goes_back(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """With --full also pictures, which tests/bench/test_panels.py draws of other data."""
-    pictures = []
-    if pytestconfig.getoption("--full"):
-        pytest.importorskip("matplotlib")
-        pictures = ["--pictures", tmp_path]
-    command = [sys.executable, BENCH / "reliability" / "monitoring.py", "--seconds", "20", *pictures,
+def test_every_panel_has_data_and_no_counter_goes_back(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, BENCH / "reliability" / "monitoring.py", "--seconds", "20", "--pictures", tmp_path,
                "--json", tmp_path / "verdict.json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,5 +27,5 @@ def test_every_panel_has_data_and_no_counter_goes_back(tmp_path: Path, pytestcon
     assert verdict["panels"] > 50
     assert verdict["counters"] > 500
     assert verdict["rules"] >= 8  # those on kernels are evaluated once a minute
-    for name in ("service", "engine", "kernels") if pictures else ():
+    for name in ("service", "engine", "kernels"):
         assert (tmp_path / f"dashboard-{name}.png").stat().st_size > 10_000

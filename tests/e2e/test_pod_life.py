@@ -21,7 +21,7 @@ from tests.e2e.kubelet import Container, entrypoint
 from tests.e2e.server import request
 from tests.support.processes import free_port, has_mount_namespaces, require_mount_namespaces
 
-STREAMS = 8
+STREAMS = 4
 """Number of streams at SIGTERM."""
 PAUSE_SECONDS = 3
 """Between two calls of a client."""
@@ -132,6 +132,7 @@ def test_it_writes_to_its_volumes_alone(container: Container, channel: grpc.Chan
     assert len(list(Path(environment["TMPDIR"]).glob("npuserve-*/engine.sock"))) == 1
 
 
+@pytest.mark.full
 def test_an_engine_that_dies_does_not_kill_the_pod(container: Container, channel: grpc.Channel):
     seen: list[tuple[float, int]] = []
     watch(channel, seen)

@@ -44,7 +44,7 @@ def test_a_quantized_model_is_served(tmp_path: Path, name: str, rounding: Roundi
     prompt = AutoTokenizer.from_pretrained(folder)(PROMPT)["input_ids"]
     expected = alone(folder, prompt)
     flags = [part for key, value in SETTINGS.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    with serving(str(folder), "--device", "cpu", "--speculate", "suffix", *flags) as server:
+    with serving(str(folder), "--device", "cpu", "--speculate", "suffix", "--no-double-buffering", *flags) as server:
         info = server.stub.GetModelInfo(model_pb2.GetModelInfoRequest())
         assert (info.quantization, info.dtype) == (name, "bfloat16")
         story, ids, _ = streamed(server.stub, ask())

@@ -66,7 +66,7 @@ def test_tokens_equal_those_of_transformers(server: Server) -> None:
 def test_tokens_among_others_equal_those_of_transformers(name: str, prompts: list[str], size: int) -> None:
     """With chunks, preemption and prefix hits. A drain ends all ranks.
 
-    By default without a server in tests/npu/test_parallel.py, and for a hybrid in test_hybrid_matrix.py.
+    By default without a server in tests/npu/test_parallel.py.
     """
     with among_others(model_folder(name), prompts, *parallel(size), share=2) as server:
         ranks = ranks_of(server.process.pid)
@@ -139,7 +139,7 @@ def erased(server: Server, folder: Path, kills: ModuleType) -> tuple[list[pb.Gen
 
 
 @pytest.mark.parametrize("victim", [
-    pytest.param("engine", marks=pytest.mark.full),  # test_hybrid_matrix.py kills that of two ranks
+    pytest.param("engine", marks=pytest.mark.full),
     "rank"])
 def test_death_of_a_rank_ends_the_group_within_a_second(
     server: Server, erased: tuple[list[pb.GenerateRequest], list[Any]], kills: ModuleType, victim: str
@@ -187,6 +187,7 @@ def test_stopped_rank_is_a_hang_that_the_watchdog_ends(server: Server) -> None:
     assert server.metric("npuserve_engine_restarts_total") == before + 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("erased")
 def test_ranks_read_the_files_of_a_model_that_has_changed(server: Server, folder: Path) -> None:
     """Last test of the server."""

@@ -134,7 +134,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.full if name in ("last seed", "penalties", "bypass") else ()) for name in ASKS])
+    pytest.param(name, marks=[pytest.mark.full] * (name in ("last seed", "penalties", "bypass"))) for name in ASKS])
 def test_samples_equal_separate_requests(samples: Samples, name: str) -> None:
     """Alone and among others, as a stream and unary."""
     ask, server = ASKS[name], samples.server
@@ -264,6 +264,7 @@ def test_client_reads_samples(samples: Samples) -> None:
     assert text == expected[0].text
 
 
+@pytest.mark.full
 def test_call_beyond_the_queue_is_refused_as_a_whole() -> None:
     with serving("--max-num-seqs", "2", "--max-queue", "4", **brittle.COUNTING) as server:
         with pytest.raises(grpc.RpcError, match=r"n: must be in \[1, 6\]"):

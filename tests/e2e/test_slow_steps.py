@@ -48,7 +48,7 @@ def test_stream_of_slow_steps_ends_by_its_deadline_with_a_finish(server: Server,
         assert list(threads.map(reason, range(REQUESTS))) == [pb.FINISH_REASON_DEADLINE] * REQUESTS
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_stream_of_special_tokens_sends_progress_each_second(slow: Path) -> None:
     """Each progress message has at most the tokens of one second."""
     slow.touch()

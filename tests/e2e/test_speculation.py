@@ -38,7 +38,9 @@ def without_drafts(asked: pb.GenerateRequest) -> pb.GenerateRequest:
     return copied
 
 
+@pytest.mark.full
 def test_drafts_are_accepted_and_reported(server: Server) -> None:
+    """By default test_hybrid.py has drafts of a head."""
     asked = request(PHRASE * 4, 60, ignore_eos=True, temperature=0, logprobs=1, return_token_ids=True)
     drafted = server.stub.Generate(asked, timeout=60)
     plain = server.stub.Generate(without_drafts(asked), timeout=60)
@@ -52,7 +54,9 @@ def test_drafts_are_accepted_and_reported(server: Server) -> None:
     assert server.metric("npuserve_undrafted_tokens_total", reason="request") >= 60
 
 
+@pytest.mark.full
 def test_streams_with_drafts_survive_a_killed_engine(server: Server, kills: ModuleType) -> None:
+    """By default test_hybrid.py kills an engine that drafts."""
     wanted = kills.asks(8, 150)
     with ThreadPoolExecutor(8) as threads:
         alone = list(threads.map(lambda ask: kills.stream(server.stub, without_drafts(ask)), wanted))
@@ -68,8 +72,12 @@ def test_streams_with_drafts_survive_a_killed_engine(server: Server, kills: Modu
     assert server.metric("npuserve_kv_cache_usage_ratio") == 0
 
 
+@pytest.mark.full
 def test_smaller_model_drafts() -> None:
-    """The built-in model drafts for itself. Samples at this temperature often differ from its drafts."""
+    """By default without a server in tests/npu/execution/test_predictor.py.
+
+    The built-in model drafts for itself. Samples at this temperature often differ from its drafts.
+    """
     asked = request(PHRASE, 60, ignore_eos=True, temperature=0.8, seed=3, logprobs=1, return_token_ids=True)
     with serving("--dtype", "float32", "--speculate", str(storyteller.FOLDER), "--draft-depth", "2") as server:
         drafted = server.stub.Generate(asked, timeout=60)

@@ -354,6 +354,7 @@ def has_pid_namespaces() -> bool:
         [str(unshare), "--pid", "--fork", "--mount-proc", "true"], capture_output=True).returncode == 0
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_pid_namespaces(), reason="no right to make a namespace of processes")
 def test_orphans_of_the_engine_are_reaped_by_process_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_file = tmp_path / "load"

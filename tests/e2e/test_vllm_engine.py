@@ -202,6 +202,7 @@ def test_get_tokenizer_is_the_folder_and_loads(server: Server, tmp_path: Path) -
     assert loaded.decode(list(text.token_ids)) == text.text
 
 
+@pytest.mark.full
 def test_drain_answers_unavailable_at_once_and_ends_running_streams() -> None:
     with serving("--drain-seconds", "60", **COUNTING) as server:
         stub = engine_stub(server.channel)
@@ -220,6 +221,7 @@ def test_drain_answers_unavailable_at_once_and_ends_running_streams() -> None:
         assert server.process.wait(60) == 0
 
 
+@pytest.mark.full
 def test_queue_full_is_resource_exhausted_before_any_metadata() -> None:
     with serving("--max-num-seqs", "1", "--max-queue", "1", **COUNTING) as server:
         stub, held = engine_stub(server.channel), []

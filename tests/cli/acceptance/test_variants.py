@@ -26,7 +26,7 @@ def started() -> CpuBackend:
     return CpuBackend(settings=DeviceSettings(threads=1))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @built
 def test_variants_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native kernels beside golden functions, with 127.5 levels."""
@@ -42,8 +42,10 @@ def test_variants_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @built
 @pytest.mark.slow
-@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.full), -1])
+@pytest.mark.full
+@pytest.mark.parametrize("place", [0, -1])
 def test_variants_of_a_hybrid_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """By default test_variants_of_experts_pass_on_the_cpu has a hybrid with experts."""
     monkeypatch.setattr(accept_tokens, "ANSWER", 16)
     monkeypatch.setattr(variants, "VARIANTS", (variants.VARIANTS[place],))
     found = {finding.name: finding for finding in variants.check_variants(started(), 1, hybrid=True)}
@@ -74,7 +76,9 @@ def test_hybrid_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> Non
 @pytest.mark.parametrize("hybrid", [
     pytest.param(False, id="Qwen3Moe", marks=pytest.mark.full), pytest.param(True, id="Qwen3.5")])
 def test_variants_of_experts_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, hybrid: bool) -> None:
-    monkeypatch.setattr(accept_tokens, "ANSWER", 16)
+    prompts_of = accept_tokens.prompts_of
+    monkeypatch.setattr(accept_tokens, "ANSWER", 12)
+    monkeypatch.setattr(accept_tokens, "prompts_of", lambda *args: prompts_of(*args)[1:5])
     monkeypatch.setattr(variants, "VARIANTS", variants.VARIANTS[:1])
     found = {finding.name: finding for finding in variants.check_variants(started(), 1, hybrid=hybrid, experts=True)}
     assert [name for name, finding in found.items() if finding.passed is False] == []

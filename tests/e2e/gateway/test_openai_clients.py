@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from npuserve.npu.storyteller import FOLDER
 from npuserve.v1 import pooling_pb2, tokenize_pb2
 from tests.e2e.gateway import smg
 from tests.e2e.gateway.sdk import anthropic, openai
-from tests.e2e.gateway.smg import CHAT_TEMPLATE
 from tests.e2e.gateway.test_openai_port import OpenAIServer
+from tests.e2e.gateway.worker import Worker
 from tests.e2e.server import request, serving
 from tests.support.models import random_model
 from tests.support.pooling import saved_embedder
@@ -106,17 +105,10 @@ def ask(request: pytest.FixtureRequest) -> Caller:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAIServer]:
-    """Server of the built-in model with a chat template."""
-    smg.program()
-    folder = Path(shutil.copytree(FOLDER, tmp_path_factory.mktemp("model") / MODEL))
-    file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": CHAT_TEMPLATE}))
-    with serving(str(folder), "--dtype", "float32", "--kv-cache-memory", "32MiB", "--openai-port",
-                 str(port := free_port())) as server:
-        running = OpenAIServer(server, port)
-        running.wait_until_ready()
-        yield running
+def served(worker: Worker) -> OpenAIServer:
+    running = OpenAIServer(worker.server, worker.openai_port)
+    running.wait_until_ready()
+    return running
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +130,11 @@ def expected(served: OpenAIServer, tokens: int, **fields: Any) -> str:
     return served.server.stub.Generate(request(list(ids), tokens, **fields)).text.strip()
 
 
+of_python = pytest.mark.parametrize("ask", [
+    "python", *(pytest.param(client, marks=pytest.mark.full) for client in ("node", "curl"))], indirect=True)
+"""By default the other clients are those of the calls whose answers have other forms: whole, streamed, with tools."""
+
+
 def test_chat(served: OpenAIServer, ask: Caller) -> None:
     answer = ask(served, MODEL, ("chat", CHAT))
     assert answer["choices"][0]["message"]["content"].strip() == expected(served, 30)
@@ -153,6 +150,7 @@ def test_streamed_chat(served: OpenAIServer, ask: Caller) -> None:
     assert parts[-1]["usage"]["completion_tokens"] == 30
 
 
+@of_python
 def test_streamed_completion(served: OpenAIServer, ask: Caller) -> None:
     body = {"prompt": START, "max_tokens": 30, "temperature": 0, "stream": True}
     parts = ask(served, MODEL, ("completion", body))
@@ -170,12 +168,14 @@ def test_tools(served: OpenAIServer, ask: Caller) -> None:
     assert json.loads(first) == {"city": "Oslo"}
 
 
+@of_python
 def test_json_schema(served: OpenAIServer, ask: Caller) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
     answer = ask(served, MODEL, ("chat", {**CHAT, "max_tokens": 60, "response_format": form}))
     assert json.loads(answer["choices"][0]["message"]["content"]) == {"city": "Oslo"}
 
 
+@of_python
 def test_several_samples(served: OpenAIServer, ask: Caller) -> None:
     answer = ask(served, MODEL, ("chat", {**CHAT, "temperature": 1, "seed": 7, "n": 3, "max_tokens": 20}))
     texts = {choice["index"]: choice["message"]["content"] for choice in answer["choices"]}
@@ -184,6 +184,7 @@ def test_several_samples(served: OpenAIServer, ask: Caller) -> None:
     assert answer["usage"]["completion_tokens"] == 60
 
 
+@of_python
 def test_logprobs(served: OpenAIServer, ask: Caller) -> None:
     answer = ask(served, MODEL, ("chat", {**CHAT, "max_tokens": 10, "logprobs": True, "top_logprobs": 2}))
     content = answer["choices"][0]["logprobs"]["content"]
@@ -193,6 +194,7 @@ def test_logprobs(served: OpenAIServer, ask: Caller) -> None:
         assert token["logprob"] == pytest.approx(token["top_logprobs"][0]["logprob"])  # greedy: the most likely one
 
 
+@of_python
 def test_stop(served: OpenAIServer, ask: Caller) -> None:
     answer = ask(served, MODEL, ("chat", {**CHAT, "max_tokens": 200, "stop": [". "]}))
     choice = answer["choices"][0]
@@ -200,19 +202,26 @@ def test_stop(served: OpenAIServer, ask: Caller) -> None:
     assert choice["message"]["content"].strip() == expected(served, 200, stop=[". "])
 
 
+@of_python
 def test_models(served: OpenAIServer, ask: Caller) -> None:
     assert [model["id"] for model in ask(served, MODEL, ("models", {}))["data"]] == [MODEL]
 
 
+@pytest.mark.full
 def test_embedding(embedder: OpenAIServer, ask: Caller) -> None:
-    """smg 1.13 sends floats whatever is asked for, and Node's client expects base64 unless it asks for floats."""
+    """By default without smg in tests/service/gateway/test_servicer.py.
+
+    smg 1.13 sends floats whatever is asked for, and Node's client expects base64 unless it asks for floats.
+    """
     answer = ask(embedder, "embedder", ("embedding", {"input": START, "encoding_format": "float"}))
     direct = embedder.server.stub.Embed(pooling_pb2.EmbedRequest(text=START))
     assert answer["data"][0]["embedding"] == pytest.approx(list(direct.values), abs=1e-6)
     assert answer["usage"]["prompt_tokens"] == direct.usage.prompt_tokens
 
 
+@pytest.mark.full
 def test_messages_of_anthropic(served: OpenAIServer) -> None:
+    """By default test_anthropic.py, with a worker behind smg."""
     client = anthropic().Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=60)
     fields: dict[str, Any] = {"model": MODEL, "messages": CHAT["messages"], "extra_body": {"temperature": 0}}
     with client.messages.stream(**fields, max_tokens=30) as parts:

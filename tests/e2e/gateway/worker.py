@@ -13,10 +13,11 @@ LOGGING = ("--log-prompts", "--log-format", "json")
 
 
 class Worker:
-    """Server that was started with LOGGING."""
+    """Server that was started with LOGGING. openai_port: port of its OpenAI API; 0 for none."""
 
-    def __init__(self, server: Server):
+    def __init__(self, server: Server, openai_port: int = 0):
         self.server = server
+        self.openai_port = openai_port
 
     def requests(self) -> list[dict[str, Any]]:
         """Return the log lines of the ended calls of Generate, in order."""
