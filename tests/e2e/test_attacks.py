@@ -143,7 +143,7 @@ def test_a_message_that_the_model_cannot_need_is_refused_by_its_size(server: Ser
 ])
 def test_a_text_that_cannot_fit_the_context_is_not_tokenized(server: Server, text: str, said: str) -> None:
     with Growth(server) as growth:
-        found = ends(server, "Tokenize", tokenize_pb2.TokenizeRequest(text=text).SerializeToString())
+        found = ends(server, "Tokenize", tokenize_pb2.TokenizeRequest(text=text).SerializeToString(), calls=8)
     assert {code for code, _ in found} <= {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}
     assert any(said in details for _, details in found), found
     assert growth.mib < GROWTH_MIB

@@ -330,6 +330,7 @@ def test_stream_resumes_with_its_constraint(server: Server) -> None:
     assert text == whole.text
 
 
+@pytest.mark.full
 def test_streams_of_all_kinds_continue_after_the_death_of_the_engine(server: Server) -> None:
     """Grammars are compiled again, and each matcher is advanced over another number of tokens.
 

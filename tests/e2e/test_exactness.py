@@ -129,7 +129,7 @@ def test_with_one_step_in_flight() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "prompts"), MODELS)
 def test_among_others(name: str, prompts: list[str]) -> None:
-    """The same tokens with random arrivals among 16 others, chunks of at most 32 tokens, preemption and prefix hits.
+    """The same tokens with random arrivals among 10 others, chunks of at most 32 tokens, preemption and prefix hits.
 
     And one by one. Seeded requests of the built-in model get the same tokens alone and together.
     """
@@ -163,7 +163,7 @@ def among_others(folder: Path, prompts: list[str], *flags: str, share: int = 1) 
             check(server, folder, prompts, index)
 
         with ThreadPoolExecutor(24) as threads:
-            others = [threads.submit(other, number) for number in range(16)]
+            others = [threads.submit(other, number) for number in range(10)]
             targets = [threads.submit(target, index) for index in range(len(prompts))]
             try:
                 for future in targets:

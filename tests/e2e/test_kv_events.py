@@ -70,6 +70,7 @@ def test_subscriber_of_a_killed_engine_gets_the_next_engines_cache(
             one.socket.close(0)
 
 
+@pytest.mark.full
 def test_server_whose_kv_events_port_is_taken_names_the_setting(free_port: Callable[[], int]) -> None:
     port = free_port()
     with zmq.Context() as context, context.socket(zmq.PUB) as other:

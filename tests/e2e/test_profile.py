@@ -174,6 +174,7 @@ def test_kept_traces_are_bounded(shared: tuple[Profiled, Path]) -> None:
     assert kept == {f"t{number}" for number in range(2, trace_folder.MAX_TRACES + 2)}
 
 
+@pytest.mark.full
 def test_restart_of_the_engine_ends_a_profile_with_a_clear_answer(shared: tuple[Profiled, Path]) -> None:
     """Last test of the shared server."""
     server, folder = shared
@@ -194,11 +195,16 @@ def test_restart_of_the_engine_ends_a_profile_with_a_clear_answer(shared: tuple[
     assert server.start() == "profile-1"
 
 
-def test_server_without_the_setting_refuses_and_with_an_unusable_one_does_not_start(tmp_path: Path) -> None:
+def test_server_without_the_setting_refuses(tmp_path: Path) -> None:
     with serving("--api-keys", keys(tmp_path), **COUNTING) as server:
         assert "profile_dir" in refusal(Profiled(server).start, grpc.StatusCode.FAILED_PRECONDITION)
         bare = admin_service_pb2_grpc.AdminServiceStub(server.channel)
         refusal(lambda: bare.StartProfile(pb.StartProfileRequest()), grpc.StatusCode.UNAUTHENTICATED)
-    with serving("--profile-dir", keys(tmp_path), wait=False, **COUNTING) as refused:
+
+
+@pytest.mark.full
+def test_server_with_an_unusable_folder_does_not_start(tmp_path: Path) -> None:
+    """The error alone: tests/service/engine/test_process.py."""
+    with serving("--profile-dir", keys(tmp_path), wait=False) as refused:
         assert refused.process.wait(60) == 2
         assert f"profile_dir: {keys(tmp_path)} cannot be used" in refused.log

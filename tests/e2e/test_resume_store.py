@@ -40,6 +40,7 @@ def streams(server: Server, count: int) -> list[str]:
         return list(threads.map(one, range(count)))
 
 
+@pytest.mark.full
 def test_resume_store_of_requests_with_many_ids_stays_small() -> None:
     """350 records are 25 MiB as Python objects, and 3.5 MiB encoded."""
     with serving("--resume-seconds", "600", **COUNTING) as server:

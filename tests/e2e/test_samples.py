@@ -216,10 +216,11 @@ def test_end_of_a_call_frees_all_samples(samples: Samples, how: str) -> None:
     assert len(stub.Generate(request("x", 2, n=2, request_id="mine")).samples) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", [pytest.param("prefill", marks=pytest.mark.full), "decode"])
+@pytest.mark.full
+@pytest.mark.parametrize("moment", ["prefill", "decode"])
 def test_engine_death_shows_in_no_sample(samples: Samples, moment: str) -> None:
-    """In the prefill: also tests/service/scheduling/test_sample_groups.py, where restored samples share it again."""
+    """By default tests/service/engine/test_loop_samples.py and tests/service/scheduling/test_sample_groups.py restore
+    samples."""
     server = samples.server
     ask = request(PROMPT, 60, n=4, temperature=1.0, seed=21, logprobs=0, ignore_eos=True)
     if moment == "prefill":

@@ -64,7 +64,7 @@ def test_stream_of_special_tokens_sends_progress_each_second(slow: Path) -> None
     assert 0 <= last.num_tokens <= 1 / brittle.SLOW_SECONDS
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_deadline_that_can_be_met_beside_many_decode_rows_is_accepted(server: Server, slow: Path) -> None:
     """The prompt takes 9 steps. If steps of 16 decode rows counted as prefill, the estimate would be 25.
 

@@ -40,8 +40,8 @@ def refused(*arguments: str, **environ: str) -> str:
 
 
 @pytest.mark.parametrize("command", [
-    ("serve", "--port", "0", "--metrics-port", "0"), ("check",), *(pytest.param(command, marks=pytest.mark.full)
-    for command in (("demo",), ("bench", "kernels"), ("bench", "step"),
+    ("serve", "--port", "0", "--metrics-port", "0"), *(pytest.param(command, marks=pytest.mark.full)
+    for command in (("check",), ("demo",), ("bench", "kernels"), ("bench", "step"),
                     ("quantize", "", "no-such-folder", "--calibration", "none")))])
 @pytest.mark.parametrize("error", ['ImportError("no library", name="torch._C")', 'OSError("no library")'])
 def test_torch_that_cannot_be_imported_is_one_sentence(command: tuple[str, ...], error: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import grpc
@@ -24,6 +25,9 @@ def storyteller() -> Iterator[Server]:
         yield server
 
 
+tokenizer_of = cache(AutoTokenizer.from_pretrained)
+
+
 def agree(server: Server, folder: Path, ask: pb.GenerateRequest) -> str:
     """Check that stream, unary call and tokenizer give the same text, and return it."""
     text, ids, finish = streamed(server.stub, ask)
@@ -31,7 +35,7 @@ def agree(server: Server, folder: Path, ask: pb.GenerateRequest) -> str:
     assert whole.text == text
     assert list(whole.token_ids) == ids
     assert whole.finish.reason == finish.reason
-    decoded = AutoTokenizer.from_pretrained(folder).decode(
+    decoded = tokenizer_of(folder).decode(
         ids, skip_special_tokens=ask.output.skip_special_tokens or not ask.output.HasField("skip_special_tokens"),
         clean_up_tokenization_spaces=False)
     assert text.lstrip(" ") == decoded.lstrip(" ")
@@ -50,7 +54,7 @@ def test_any_tokens(storyteller: Server) -> None:
 def test_characters_of_several_tokens(storyteller: Server) -> None:
     """Only the bytes of these characters are allowed, one token per byte. The bias is higher for earlier bytes, and the
     penalty removes it from sampled bytes, so that a whole character comes first."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = tokenizer_of(FOLDER)
     for character in ("é", "中", "😀"):
         pieces = tokenizer.encode(character, add_special_tokens=False)
         assert len(pieces) == len(character.encode())
@@ -99,7 +103,7 @@ def test_logprobs_belong_to_their_tokens(storyteller: Server) -> None:
         assert [p.chosen.token_id for p in part.logprobs] == list(part.token_ids)
         assert all(len(p.top) == 3 and p.top[0].logprob >= p.top[1].logprob for p in part.logprobs)
         assert all(p.chosen.logprob <= p.top[0].logprob for p in part.logprobs)
-    prompt_ids = AutoTokenizer.from_pretrained(FOLDER).encode("Once upon a time")
+    prompt_ids = tokenizer_of(FOLDER).encode("Once upon a time")
     prompt = parts[0].prompt_logprobs
     assert [p.chosen.token_id for p in prompt] == prompt_ids
     assert not prompt[0].top

@@ -87,7 +87,7 @@ def test_priority_beyond_the_keys_range_is_refused(server: Server, keys: dict[st
         rpc.InferenceServiceStub(channel).Generate(request("Once", 2, priority=-100), timeout=60)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_keys_priority_has_the_settings_range_and_administration_is_off() -> None:
     with serving("--min-priority=-5", "--max-priority", "5", **COUNTING) as server:
         with pytest.raises(grpc.RpcError) as refused:
@@ -128,12 +128,12 @@ def test_priority_flood_leaves_others_their_share(server: Server, keys: dict[str
     assert passed < total / 2
 
 
-@pytest.mark.parametrize("memory", [
-    pytest.param("160MiB", marks=pytest.mark.full), pytest.param("6MiB", id="few blocks")])
+@pytest.mark.full
+@pytest.mark.parametrize("memory", ["160MiB", pytest.param("6MiB", id="few blocks")])
 def test_first_token_while_another_tenant_has_all_slots(
     keys: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
 ) -> None:
-    """32 streams of one tenant would take 28 s to their end."""
+    """32 streams of one tenant would take 28 s to their end. Without a server: tests/service/scheduling."""
     streams, prompt, length = 32, [5, 6, 7], 470
     slow = tmp_path / "slow"
     slow.write_text("0.06")

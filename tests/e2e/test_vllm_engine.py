@@ -236,6 +236,7 @@ def test_queue_full_is_resource_exhausted_before_any_metadata() -> None:
             call.cancel()
 
 
+@pytest.mark.full
 def test_keys_are_needed_by_every_method(tmp_path: Path) -> None:
     file, keys = tmp_path / "keys", {}
     for name, options in {"user": (), "root": ("--admin",)}.items():

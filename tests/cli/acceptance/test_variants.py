@@ -94,6 +94,7 @@ def test_mixture_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @built
+@pytest.mark.full
 def test_int8_cache_passes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in float32, where sums in another order round keys and values to other numbers, and so change tokens."""
     monkeypatch.setattr(variants, "VARIANTS", variants.VARIANTS[-1:])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from npuserve.npu import storyteller
 from npuserve.v1 import tokenize_pb2
 from tests.e2e.brittle import COUNTING
@@ -16,6 +18,7 @@ HIDE = (*MOUNT_NAMESPACE, "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"')
 TEXTS = ("Once upon a time", " é 中 \U0001f600", "<|endoftext|>")
 
 
+@pytest.mark.full
 def test_gateway_without_the_folder_gets_the_tokenizer_from_its_worker(tmp_path: Path) -> None:
     require_mount_namespaces()
     folder = shutil.copytree(storyteller.FOLDER, tmp_path / "hidden" / "model")
