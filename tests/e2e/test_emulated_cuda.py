@@ -78,7 +78,8 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[li
     return folder, served_by_cpu(folder)
 
 
-@pytest.mark.parametrize("name", ["random", "hybrid", *published("stories260K-qwen3", full=True)])
+@pytest.mark.full  # by default a server of ranks answers, and tests/npu/backends/cuda has steps
+@pytest.mark.parametrize("name", ["random", "hybrid", *published("stories260K-qwen3")])
 def test_tokens_are_those_of_the_cpu_in_float32(
     random_model: tuple[str, list[list[int]]], name: str, tmp_path: Path
 ) -> None:
@@ -97,7 +98,8 @@ def test_tokens_are_those_of_the_cpu_in_float32(
     assert got == expected
 
 
-@pytest.mark.parametrize("name", [pytest.param("hybrid", marks=pytest.mark.full), "experts"])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["hybrid", "experts"])
 def test_samples_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     """Samples share the prompt's blocks, and each continues a copy of its state. A model with experts also has a shared
     one and linear attention."""
@@ -109,6 +111,7 @@ def test_samples_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.full
 def test_tokens_of_a_head_with_experts_are_those_of_the_cpu(tmp_path: Path) -> None:
     """Rows of up to 3 tokens are verified, and drafts made, in captured steps."""
     folder = str(add_head(save(mixture(), tmp_path), damping=0.2))
@@ -132,6 +135,7 @@ def test_hybrid_continues_after_its_engine_is_killed(tmp_path: Path) -> None:
         assert ids_while_the_engine_is_killed(cuda, PROMPTS[:2], ANSWER) == expected
 
 
+@pytest.mark.full
 def test_states_return_from_host_memory_until_the_engine_dies(tmp_path: Path) -> None:
     """The cache holds the blocks of two prompts, of which four return."""
     folder = str(save(hybrid(), tmp_path))
@@ -166,6 +170,8 @@ def ranks(random_model: tuple[str, list[list[int]]]) -> Iterator[Server]:
 
 def test_ranks_answer_as_the_cpu_does(ranks: Server, random_model: tuple[str, list[list[int]]]) -> None:
     """In captured steps."""
+    assert "emulated CUDA: proves calls and numbers, not speed" in ranks.log
+    assert "captured mixed steps of 1, 2, 4, 8 tokens" in ranks.log
     assert list(tokens(ranks)) == random_model[1]
     captured, decoder = (ranks.metric("npuserve_decode_tokens_total", mode=mode) for mode in ("captured", "decoder"))
     assert captured > 0
@@ -183,7 +189,7 @@ def test_killed_rank_ends_the_group(ranks: Server, random_model: tuple[str, list
 
 @pytest.mark.full
 def test_stopped_rank_is_a_hang(ranks: Server, random_model: tuple[str, list[list[int]]]) -> None:
-    """By default: a stopped rank on CPUs (test_ranks.py), and a kernel that never returns (emulated/test_faults.py)."""
+    """By default: a stopped rank on CPUs (test_ranks.py)."""
     restarts = ranks.metric("npuserve_engine_restarts_total")
     os.kill(ranks_of(ranks.process.pid)[0], signal.SIGSTOP)
     assert list(tokens(ranks, 1)) == random_model[1][:1]

@@ -17,9 +17,10 @@ ON_HOST = (*NPU, "--prefill-device", "cpu")
 
 
 @needs_npu
+@pytest.mark.full  # tests/npu/execution/test_host_prefill_ascend.py has steps
 @pytest.mark.parametrize("servers", [
     pytest.param((CPU, ON_HOST), id="cpu"),
-    pytest.param((NPU, ON_HOST), id="npu", marks=pytest.mark.full),  # emulated/test_tokens.py: the NPU's are the CPU's
+    pytest.param((NPU, ON_HOST), id="npu"),
 ])
 def test_tokens_are_those_of_both_devices_alone(servers: tuple[tuple[str, ...], ...]) -> None:
     """Concurrent requests with chunked prefill between decode steps, and a second turn that continues a generated text

@@ -9,6 +9,7 @@ rank. A line on stdout answers a group: the JSON list of the ranks' `Report`s as
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import subprocess
 import sys
@@ -213,6 +214,18 @@ def fork(job: Job, memory: int) -> tuple[int, int]:
     return pid, result
 
 
+@functools.cache
+def preload_cuda() -> None:
+    """Import what ranks of emulated CUDA need, which each would import for itself."""
+    from npuserve.kernels import triton
+    from npuserve.npu.backends.cuda import emulated_backend  # noqa: F401
+
+    triton.interpret()
+    for file in Path(triton.__file__).parent.glob("launch_*.py"):
+        if file.stem != "launch_ascend":
+            importlib.import_module(f"{triton.__name__}.{file.stem}")
+
+
 def main() -> None:
     import npuserve.npu.execution.load
     import npuserve.npu.parallel  # noqa: F401
@@ -220,6 +233,8 @@ def main() -> None:
 
     for line in sys.stdin:
         jobs = msgspec.json.decode(line, type=list[Job])
+        if jobs[0].settings["backend"] == "cuda":
+            preload_cuda()
         memory = os.memfd_create("ranks") if jobs[0].shared else -1
         results = []
         for pid, result in [fork(job, memory) for job in jobs]:

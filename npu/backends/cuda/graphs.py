@@ -30,6 +30,7 @@ def token_buckets(largest: int) -> tuple[int, ...]:
 
 def record(work: Callable[[], Tensor], stream: Any, pool: Any) -> Replay:
     """Capture `work` as a CUDA graph. stream: the current stream."""
+    work()  # Triton compiles and libraries allocate workspaces at the first call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         output = work()
@@ -64,5 +65,4 @@ class CudaGraphs(Graphs[Replay]):
         return self._graph(rows)()[:rows]
 
     def _capture(self, step: Callable[[int], Tensor], rows: int) -> Replay:
-        step(rows)  # Triton compiles and libraries allocate workspaces at the first call
         return self._record(lambda: step(rows), self._stream, self._pool)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from typing import Any
 from unittest import mock
 
 import pytest
 
 from npuserve.cli import main as cli
+from npuserve.cli.acceptance import kernels, sampling, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
-from npuserve.cli.acceptance import variants
 from npuserve.kernels import linear, native
 from npuserve.kernels.registry import KERNELS
 
@@ -50,3 +51,22 @@ def narrow_lm_heads() -> AbstractContextManager[object]:
     cases = [linear._argmax_case(8, 64, 151936, 0, benchmark=True, int8=int8) for int8 in ("", "made")]
     kernel = KERNELS["linear_argmax"]
     return mock.patch.object(kernel, "cases", [case for case in kernel.cases if not case.benchmark] + cases)
+
+
+@contextmanager
+def few_checks() -> Iterator[None]:
+    """Leave every fourth test case of a kernel, two sizes, two parameters of sampling, one variant, and short answers.
+    """
+    supported = kernels.supported_cases
+
+    def few_cases(kernel: Any, backend: Any, *, benchmark: bool) -> Iterator[Any]:
+        return islice(supported(kernel, backend, benchmark=benchmark), 0, None, 1 if benchmark else 4)
+
+    with (
+        few_tokens(), mock.patch.object(kernels, "supported_cases", few_cases),
+        mock.patch.object(kernels, "SIZES", kernels.SIZES[2:4]),
+        mock.patch.multiple(sampling, CAPTURED={"all of them": sampling.CAPTURED["all of them"]},
+                            OUTSIDE={"logprobs": sampling.OUTSIDE["logprobs"]}),
+        mock.patch.object(variants, "VARIANTS", variants.VARIANTS[-1:]),
+    ):
+        yield

@@ -20,7 +20,7 @@ from npuserve.kernels.bench import measure
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu import storyteller
 from npuserve.npu.backends import machine
-from tests.cli.acceptance.running import few_tokens, few_wide_tokens, narrow_lm_heads
+from tests.cli.acceptance.running import few_checks, few_tokens, few_wide_tokens, narrow_lm_heads
 from tests.npu.emulator.child import emulated, needs_npu, run
 
 RELAX = ("fp32", "small_heads")
@@ -37,13 +37,14 @@ def accepted(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant_step", [
-    pytest.param(1, id="all variants", marks=pytest.mark.full), pytest.param(4, id="first and last variant")])
+@pytest.mark.parametrize("is_whole", [pytest.param(True, marks=pytest.mark.full), False])
 @emulated(relax=RELAX)
-def test_check_accept_emulated_device_passes(variant_step: int) -> None:
+def test_check_accept_emulated_device_passes(is_whole: bool) -> None:
+    """By default with few cases of each part: tests/kernels/test_ascend.py has all cases of kernels."""
     with (
-        mock.patch.object(variants, "VARIANTS", variants.VARIANTS[::variant_step]),
-        mock.patch.object(latency, "BATCHES", (1, 8)), mock.patch.multiple(accept_tokens, ANSWER=16, STEPS_APART=1),
+        mock.patch.multiple(accept_tokens, ANSWER=16, STEPS_APART=1),
+        contextlib.nullcontext() if is_whole else few_checks(),
+        mock.patch.object(latency, "BATCHES", (1, 8)),
         mock.patch.object(latency, "READ_BYTES", 1 << 20), narrow_lm_heads(), few_wide_tokens(),
         mock.patch.object(LatencyCheck, "kernels", return_value=[]),
         mock.patch.object(captures, "CHUNK_TOKENS", 130),
@@ -60,7 +61,8 @@ def test_check_accept_emulated_device_passes(variant_step: int) -> None:
     assert {name.split()[0] for part, name in found if part == "kernels"} == own
     cases = sum(not (case.benchmark or case.zeros or case.float8 or case.int4 % 8 or case.w4a8)
                 for case in KERNELS["linear"].cases)
-    assert found["kernels", "linear float16"]["figures"]["cases"] == cases == 15
+    assert cases == 15
+    assert found["kernels", "linear float16"]["figures"]["cases"] == (cases if is_whole else 4)
     exact = found["tokens", "beside the CPU, float32"]["figures"]
     assert (exact["equal_tokens"], exact["equal_argmax"]) == (1.0, 1.0)
     rounded = found["tokens", "beside the CPU, bfloat16"]["figures"]
@@ -69,8 +71,8 @@ def test_check_accept_emulated_device_passes(variant_step: int) -> None:
     assert found["sampling", "captured steps, bfloat16"]["figures"]["share"] == 1.0
     assert [name for part, name in found if part == "capture"] == [
         "8 rows", "2 rows", *(f"{tokens} tokens" for tokens in (64, 128, 130))]
-    for part, count in (("sizes", 11), ("sampling", 28), ("contexts", 6),
-                        ("variants", 24 if variant_step == 1 else 12), ("soak", 1)):
+    counts = {"sizes": 11, "sampling": 28, "variants": 24} if is_whole else {"sizes": 6, "sampling": 8, "variants": 6}
+    for part, count in {**counts, "contexts": 6, "soak": 1}.items():
         assert sum(of == part for of, _ in found) == count, part
     assert all("reduced" in x["said"] for (part, _), x in found.items() if part in ("sizes", "contexts"))
     latencies = [x for x in report["acceptance"]["findings"] if x["part"] == "latency"]
@@ -92,6 +94,7 @@ def test_latency_kernels_are_timed_on_the_device() -> None:
     assert all(x.figures["seconds"] > 0 and x.passed is None for x in found)
 
 
+@pytest.mark.full  # test_captures_ascend.py has the check of captures
 @emulated(relax=RELAX)
 def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
     """The graphs run, but their tokens differ from the CPU's."""
@@ -152,9 +155,8 @@ def check_variants_of_a_hybrid(place: int) -> None:
     assert found[f"{name}: captured decodes, bfloat16"].figures["share"] == 1.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("hybrid", [
-    pytest.param(False, id="Qwen3Moe", marks=pytest.mark.full), pytest.param(True, id="Qwen3.5")])
+@pytest.mark.full
+@pytest.mark.parametrize("hybrid", [pytest.param(False, id="Qwen3Moe"), pytest.param(True, id="Qwen3.5")])
 @emulated()
 def test_variants_of_experts_pass(hybrid: bool) -> None:
     """In bfloat16 and W8A8, without relaxation."""

@@ -136,6 +136,7 @@ def test_sampling_fails_if_the_sampler_is_not_captured() -> None:
         assert failed(check_sampling(loaded, golden, prompts, storyteller.FOLDER)) == ["captured steps, float32"]
 
 
+@pytest.mark.full
 @emulated(relax=RELAX)
 def test_sampling_fails_if_a_parameter_is_ignored() -> None:
     """The device gets each request with its temperature and seed alone, or its seed alone, and the CPU the request."""
@@ -159,8 +160,9 @@ def test_sampling_fails_if_a_parameter_is_ignored() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "defect"), [
-    ("W8A8, int8 head", "shifted_columns"), ("head of 151,936", "wide_product"), ("int8 KV", "antiquant_heads"),
+    ("W8A8, int8 head", "shifted_columns"),
     *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("head of 151,936", "wide_product"), ("int8 KV", "antiquant_heads"),
         ("W8A8, int8 head", "row_scales"), ("W8A8, int8 head", "column_scales"),
         ("W8A8, int8 head of 151,936", "wide_int8_product"), ("W8A8, int8 head of 151,936", "column_scales")))])
 @emulated(relax=RELAX)

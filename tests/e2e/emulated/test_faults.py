@@ -118,17 +118,15 @@ def nothing_leaked(server: Server, before: dict[str, int]) -> None:
 
 
 PROMPTS = [[5, 6, 7 + n] for n in range(STREAMS)]
-FAULTS = {
-    "out of memory in a step": (("malloc", 207001), {"times": -1}, "retryable"),
-    "a kernel fails, told by a later wait": (("task", 507015), {}, "engine"),
-}
+FAULTS = {"a kernel fails, told by a later wait": (("task", 507015), {}, "engine")}
 MORE_FAULTS = {
+    "out of memory in a step": (("malloc", 207001), {"times": -1}, "retryable"),
     "a copy fails": (("memcpy", 207008), {}, "retryable"),
     "a launch fails": (("launch", 107003), {}, "engine"),
     "a wait fails, retryable": (("synchronize", RETRYABLE), {}, "retryable"),
     "a wait fails, fatal for the engine": (("synchronize", ENGINE), {}, "engine"),
 }
-"""Other ways to the same two restarts, for the full run."""
+"""Other ways to a restart, for the full run: tests/npu/backends/ascend/test_fault_codes.py has each in a step."""
 
 
 @pytest.fixture(scope="module")
@@ -172,25 +170,7 @@ def test_the_engine_starts_again(survivor: tuple[Server, Path], name: str) -> No
     assert streamed(server.stub, request(PROMPTS[0], 8))[1] == expected
 
 
-@pytest.mark.parametrize(("name", "args"), [
-    pytest.param("fail", ("synchronize", NODE), id="a wait fails, fatal for the node", marks=pytest.mark.full),
-    pytest.param("lose_device", (), id="the device is lost")])
-def test_the_server_leaves(tmp_path: Path, name: str, args: tuple[Any, ...]) -> None:
-    with faulty_server(tmp_path) as server:
-        asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
-        asked.running()
-        if name == "lose_device":
-            faulty.at_start(tmp_path, (name, (), {}))  # also for later engines
-        faulty.tell(tmp_path, name, *args)
-        ended_as_unavailable(asked)
-        assert server.process.wait(60) == 4
-        told, died = lines(server, "device fault"), lines(server, "starting it again")
-        assert '"fault": "node"' in told[-1]
-        # A launch that fails first has no code; the next start has one.
-        assert len(died) == len(told) - 1 <= (name == "lose_device")
-        assert children(server) == {}
-
-
+@pytest.mark.full
 def test_no_memory_at_start_is_reported_without_a_retry(tmp_path: Path) -> None:
     """Allocation fails for weights and KV cache."""
     faulty.at_start(tmp_path, ("fail", ("malloc", 207001), {"nth": 3, "times": -1}))
@@ -218,11 +198,13 @@ def uncaptured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serve
         yield server, folder
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_capture_serves_without(uncaptured: tuple[Server, Path]) -> None:
     """The capture fails before any replay, so the engine continues."""
     serves_without_captures(uncaptured[0], starts=1)
 
 
+@pytest.mark.full
 def test_a_server_whose_device_hangs_can_be_stopped(uncaptured: tuple[Server, Path]) -> None:
     """Its requests end, and the engine is killed after its patience: exit code 1. Last test of that server."""
     server, folder = uncaptured
@@ -233,6 +215,7 @@ def test_a_server_whose_device_hangs_can_be_stopped(uncaptured: tuple[Server, Pa
     assert {error and error.code() for _, error in asked.join()} == {grpc.StatusCode.UNAVAILABLE}
 
 
+@pytest.mark.full
 def test_a_server_that_cannot_update_lengths_serves_without_captures(tmp_path: Path) -> None:
     """A replay waits forever for lengths, so the next engine continues."""
     faulty.at_start(tmp_path, ("fail", ("aclmdlRICaptureTaskUpdateBegin", 207000), {"times": -1}))
@@ -240,6 +223,7 @@ def test_a_server_that_cannot_update_lengths_serves_without_captures(tmp_path: P
         serves_without_captures(server, starts=2)
 
 
+@pytest.mark.full
 def test_a_capture_that_must_not_fail_is_an_error_of_the_start(tmp_path: Path) -> None:
     faulty.at_start(tmp_path, ("fail", ("aclmdlRICaptureBegin", 207008), {}))
     with faulty_server(tmp_path, "--capture", "on", wait=False) as server:
@@ -271,6 +255,7 @@ def test_a_hang_ends_when_the_device_continues(survivor: tuple[Server, Path]) ->
     assert children(server) == before
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_hang_that_lasts_is_a_restart(survivor: tuple[Server, Path]) -> None:
     """A kernel never returns: the engine is not ready, is killed and restarted, and the streams continue."""
@@ -294,11 +279,12 @@ def test_a_hang_that_lasts_is_a_restart(survivor: tuple[Server, Path]) -> None:
     nothing_leaked(server, before)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_replay_that_fails_is_a_restart_without_captured_steps(survivor: tuple[Server, Path]) -> None:
     """An old driver refuses a replay: the streams continue, with the same tokens, in an engine without graphs.
 
-    Last test of the shared server, which captures no more.
+    The shared server captures no more.
     """
     server, folder = survivor
     ready(server)
@@ -331,3 +317,31 @@ def test_a_replay_that_fails_is_a_restart_without_captured_steps(survivor: tuple
     assert streamed(server.stub, request(PROMPTS[0], LONG, ignore_eos=True))[1] == expected[0]
     ready(server)
     assert len(lines(server, "steps are not captured but run")) == 2
+
+
+def leaves(server: Server, folder: Path, name: str, *args: Any) -> None:
+    """Fail the device for good under load, and check that the server ends with the exit code of a device at fault."""
+    asked = Asked(server, PROMPTS, max_tokens=LONG, ignore_eos=True)
+    asked.running()
+    seen = len(lines(server, "device fault")), len(lines(server, "starting it again"))
+    if name == "lose_device":
+        faulty.at_start(folder, (name, (), {}))  # also for later engines
+    faulty.tell(folder, name, *args)
+    ended_as_unavailable(asked)
+    assert server.process.wait(60) == 4
+    told, died = lines(server, "device fault")[seen[0] :], lines(server, "starting it again")[seen[1] :]
+    assert '"fault": "node"' in told[-1]
+    # A launch that fails first has no code; the next start has one.
+    assert len(died) == len(told) - 1 <= (name == "lose_device")
+    assert children(server) == {}
+
+
+@pytest.mark.full
+def test_the_server_leaves_if_a_wait_fails_for_the_node(tmp_path: Path) -> None:
+    with faulty_server(tmp_path) as server:
+        leaves(server, tmp_path, "fail", "synchronize", NODE)
+
+
+def test_the_server_leaves(survivor: tuple[Server, Path]) -> None:
+    """The device is lost. Last test of the shared server."""
+    leaves(*survivor, "lose_device")

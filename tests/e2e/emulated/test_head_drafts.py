@@ -13,7 +13,7 @@ from tests.npu.backends.mtp import add_head
 from tests.npu.backends.small import ids_of
 from tests.npu.emulator.child import needs_npu
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_npu]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300), needs_npu]  # ascend/test_mtp.py has steps
 
 LIMITS = ("--dtype", "float32", "--max-model-len", "256", "--max-num-batched-tokens", "64", "--max-num-seqs", "4",
           "--kv-cache-memory", "64MiB")

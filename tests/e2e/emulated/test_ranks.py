@@ -1,4 +1,8 @@
-"""A server with a rank on each of two emulated NPUs: its tokens, and what happens when a rank hangs or dies."""
+"""A server with a rank on each of two emulated NPUs: its tokens, and what happens when a rank hangs or dies.
+
+By default tests/npu/backends/ascend/test_ranks.py has steps of such ranks, tests/e2e/test_emulated_cuda.py a server of
+ranks with captured steps, and tests/e2e/test_ranks.py hangs and deaths on CPUs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from tests.e2e.test_ranks import is_alive
 from tests.npu.emulator.child import needs_npu
 from tests.support.benches import bench
 
-pytestmark = [pytest.mark.slow, needs_npu]
+pytestmark = [pytest.mark.full, needs_npu]
 
 REQUESTS, ANSWER, BLOCKS, BLOCK = 6, 32, 6, 128
 HANG_SECONDS = 6
@@ -72,9 +76,7 @@ def test_tokens_equal_those_of_the_cpu(server: Server) -> None:
     assert captured + decoder >= 0.9 * (captured + decoder + eager)
 
 
-@pytest.mark.full
 def test_death_of_a_rank_ends_the_group_and_the_stream_continues(server: Server) -> None:
-    """By default tests/e2e/test_ranks.py kills a rank on CPUs, and test_emulated_cuda.py one of a captured step."""
     ask = request("Once upon a time", 64, ignore_eos=True)
     alone, engine, (rank,) = streamed(server.stub, ask)[1], engine_of(server), ranks_of(server.process.pid)
     restarts = server.metric("npuserve_engine_restarts_total")
@@ -90,12 +92,8 @@ def test_death_of_a_rank_ends_the_group_and_the_stream_continues(server: Server)
     assert server.metric("npuserve_engine_restarts_total") == restarts + 1
 
 
-@pytest.mark.full
 def test_stopped_rank_is_a_hang_that_the_watchdog_ends(server: Server) -> None:
-    """The collectives of the other rank wait. HCCL itself would wait for half an hour.
-
-    By default: a kernel that never returns (test_faults.py), and a stopped rank on CPUs (tests/e2e/test_ranks.py).
-    """
+    """The collectives of the other rank wait. HCCL itself would wait for half an hour."""
     alone = streamed(server.stub, request("Once upon a time", 24))[1]
     restarts = server.metric("npuserve_engine_restarts_total")
     os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
@@ -109,7 +107,6 @@ def test_ranks_end_with_the_server(server: Server) -> None:
     assert not any(map(is_alive, ranks))
 
 
-@pytest.mark.full
 def test_prompts_on_the_host_are_refused() -> None:
     """By the ranks: tests/npu/backends/ascend/test_ranks.py."""
     refused = Server("--device", "npu", "--emulate", "--tensor-parallel-size", "2", "--prefill-device", "cpu")

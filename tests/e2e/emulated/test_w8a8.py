@@ -23,7 +23,7 @@ from tests.e2e.server import request, serving, streamed
 from tests.npu.emulator.child import needs_npu
 from tests.support.real_models import model_folder
 
-pytestmark = [pytest.mark.slow, needs_npu]
+pytestmark = [pytest.mark.full, needs_npu]  # tests/npu/backends/ascend/test_int8.py has steps
 
 ANSWER = 24
 

@@ -17,6 +17,7 @@ import torch
 
 from npuserve.npu import emulator
 from npuserve.npu.backends import BackendError, select
+from npuserve.npu.backends.ascend import backend as ascend_backend
 from npuserve.npu.backends.ascend.backend import AscendBackend
 from npuserve.npu.backends.ascend.native_lengths import NativeLengths
 from npuserve.npu.backends.base import CaptureError, DeviceSettings
@@ -157,7 +158,8 @@ def test_ascend_padding_beyond_a_block_has_distinct_slots(tmp_path: Path) -> Non
     saved(tmp_path)
     prompts = [[(7 * i + 3 * j) % 90 for j in range(length)] for i, length in enumerate((450, 3, 40))]
     wide = {"max_num_seqs": 200, "max_num_batched_tokens": 512}
-    npu = load(tmp_path, decode_buckets=(200, 65536), **wide)
+    with patch.object(ascend_backend, "TOKEN_BUCKET", 256):
+        npu = load(tmp_path, decode_buckets=(200, 65536), **wide)
     assert npu.backend.capabilities.padding_blocks == 2
     assert len(npu._store.tensors[0]) == npu.num_blocks + 2
     assert npu._dispatch.chunks.hidden is not None
@@ -259,7 +261,8 @@ def test_ascend_capture_error_gives_advice(tmp_path: Path, code: int, said: str)
 
 
 @pytest.mark.parametrize(("call", "code", "nth"), [
-    ("aclmdlRICaptureBegin", 207005, 1), ("aclmdlRICaptureBegin", 207008, 4), ("aclmdlRICaptureBegin", 207000, 4)])
+    ("aclmdlRICaptureBegin", 207005, 1), ("aclmdlRICaptureBegin", 207000, 4),
+    pytest.param("aclmdlRICaptureBegin", 207008, 4, marks=pytest.mark.full)])
 @emulated(fresh=True, relax=RELAX)
 def test_ascend_without_possible_capture_runs_kernel_by_kernel(tmp_path: Path, call: str, code: int, nth: int) -> None:
     """The first capture fails, or a later one. The tokens are the CPU's. torch_npu raises no error of 207000: it finds
@@ -305,12 +308,14 @@ def serve_with_growing_segments(folder: Path) -> None:
 
 
 @needs_npu
+@pytest.mark.full
 def test_ascend_with_growing_segments_equals_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting of the allocator that the checks before the start advise."""
     monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
     run(serve_with_growing_segments, {"folder": tmp_path}, {"relax": RELAX}, fresh=True)
 
 
+@pytest.mark.full
 @emulated(fresh=True)
 def test_ascend_capture_imports_no_dynamo(tmp_path: Path) -> None:
     """The import would take half a second of each start."""
@@ -347,8 +352,8 @@ def test_ascend_variables_of_torch_npu_are_checked_before_the_load(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("w8a8", "settings"), [
-    (False, {}), (True, {"lm_head_dtype": "int8"}), (True, {"kv_cache_dtype": "int8"}),
-    pytest.param(False, {"kv_cache_dtype": "int8"}, marks=pytest.mark.full),
+    pytest.param(False, {}, marks=pytest.mark.full), (True, {"lm_head_dtype": "int8"}),
+    (True, {"kv_cache_dtype": "int8"}), pytest.param(False, {"kv_cache_dtype": "int8"}, marks=pytest.mark.full),
     pytest.param(True, {}, marks=pytest.mark.full)],
     ids=["float", "w8a8, int8 head", "w8a8, int8 cache", "int8 cache", "w8a8"])
 @emulated(relax=RELAX)

@@ -26,8 +26,7 @@ REQUESTS: dict[str, list[dict[str, Any]]] = {
     "greedy": [{}], "sampled": [SAMPLED], "penalized": [PENALIZED], "mixed": [{}, SAMPLED, PENALIZED],
     "constrained": [{}, SAMPLED, PENALIZED]}
 """Name -> sampling of the requests in turn."""
-DEFAULT = [("w8a8", "mixed"), ("w8a8, int8 head", "constrained"), ("w8a8, int8 cache", "sampled"),
-           ("int8 cache", "constrained"), ("w8a8, int8 head and cache", "penalized")]
+DEFAULT = [("w8a8", "mixed"), ("w8a8, int8 head and cache", "penalized"), ("int8 cache", "constrained")]
 """Combinations of the default run. Others are in test_backend.py, test_int8.py and test_int8_cache.py."""
 
 

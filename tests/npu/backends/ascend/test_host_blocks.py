@@ -51,14 +51,14 @@ def test_ascend_blocks_come_back_with_the_same_bits(tmp_path: Path, cache: str, 
 
 
 @needs_npu
-@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
+@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), pytest.param("shuffled", 1, marks=pytest.mark.full)])
 def test_ascend_answers_under_pressure_are_those_without_cache(tmp_path: Path, order: str, seed: int) -> None:
     run(pressure, {"folder": tmp_path}, {"relax": RELAX, "order": order, "seed": seed, "poison": True})
 
 
 def hybrid(folder: Path, memory: int = 64 << 20, **settings: Any) -> Runner:
     """A state takes two slots of host memory, or more with int8 blocks."""
-    saved_hybrid(folder, layers=6, full=(5,), context=1024)
+    saved_hybrid(folder, layers=4, full=(3,), head_dim=128, context=1024)
     runner = load(folder, max_num_batched_tokens=BUDGET, max_num_seqs=4, capture="off", kv_offload_memory=memory,
                   kv_cache_memory=128 << 20, **settings)
     assert runner.num_slots > 2 * PROMPTS
@@ -77,15 +77,17 @@ def state_pressure(folder: Path) -> None:
 
 
 @needs_npu
-@pytest.mark.parametrize("cache", ["auto", "int8"])
-@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
+@pytest.mark.parametrize("cache", [pytest.param("auto", marks=pytest.mark.full), "int8"])
+@pytest.mark.parametrize(("order", "seed"), [
+    pytest.param("lazy", 0, marks=pytest.mark.full), ("shuffled", 1)])
 def test_ascend_states_come_back_with_the_same_bits(tmp_path: Path, cache: str, order: str, seed: int) -> None:
     run(state_bits_are_equal, {"folder": tmp_path, "cache": cache},
         {"relax": RELAX, "order": order, "seed": seed, "poison": True})
 
 
 @needs_npu
-@pytest.mark.parametrize(("order", "seed"), [("lazy", 0), ("shuffled", 1)])
+@pytest.mark.parametrize(("order", "seed"), [
+    pytest.param("lazy", 0, marks=pytest.mark.full), ("shuffled", 1)])
 def test_ascend_answers_of_hybrids_under_pressure_are_those_without_cache(
     tmp_path: Path, order: str, seed: int
 ) -> None:
@@ -99,7 +101,8 @@ def store_bits_are_equal(folder: Path, num_slots: int | None) -> None:
 
 @needs_npu
 @pytest.mark.parametrize(("num_slots", "order", "seed"), [
-    (None, "lazy", 0), (SLOTS, "lazy", 0), (SLOTS, "shuffled", 1)])
+    pytest.param(None, "lazy", 0, marks=pytest.mark.full), pytest.param(SLOTS, "lazy", 0, marks=pytest.mark.full),
+    (SLOTS, "shuffled", 1)])
 def test_ascend_prefixes_come_from_a_store_with_the_same_bits(
     tmp_path: Path, num_slots: int | None, order: str, seed: int
 ) -> None:
@@ -107,6 +110,7 @@ def test_ascend_prefixes_come_from_a_store_with_the_same_bits(
         {"relax": RELAX, "order": order, "seed": seed, "poison": True})
 
 
+@pytest.mark.full
 @emulated(relax=RELAX)
 def test_ascend_corrupt_state_is_a_miss(tmp_path: Path) -> None:
     check_corruption(hybrid(tmp_path), BUDGET, num_slots=SLOTS, part=-1)

@@ -80,7 +80,8 @@ def test_hybrid_tokens_equal_cpu(tmp_path: Path, order: str, seed: int, capture_
 
 
 @needs_npu
-@pytest.mark.parametrize("capture_chunks", [True, False], ids=["one dispatch", "decode rows and chunks"])
+@pytest.mark.parametrize("capture_chunks", [
+    pytest.param(True, id="one dispatch"), pytest.param(False, id="decode rows and chunks", marks=pytest.mark.full)])
 def test_hybrid_tokens_with_triton_equal_cpu(tmp_path: Path, capture_chunks: bool) -> None:
     """Stand-ins for the Triton kernels do convolution, gates and gated norm."""
     run(equal_to_the_cpu, {"folder": tmp_path, "sampling": {}, "capture_chunks": capture_chunks},
@@ -147,10 +148,14 @@ def test_hybrid_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> None
 
 
 LACKING = ["ChunkGatedDeltaRule", "RecurrentGatedDeltaRule"]
+MISSING = (LACKING[1], False)
+"""Case of the default run: test_hybrid_configuration_equals_cpu has heads that the operators do not take, with the
+Triton kernel and without it."""
 
 
-@pytest.mark.parametrize("triton", [True, False], ids=["triton", "torch"])
-@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize(("lacking", "triton"), [
+    pytest.param(lacking, triton, id=f"{lacking}-{by}", marks=[] if (lacking, triton) == MISSING else pytest.mark.full)
+    for lacking in LACKING for by, triton in (("triton", True), ("torch", False))])
 @needs_npu
 def test_hybrid_without_an_operator_equals_cpu(tmp_path: Path, lacking: str, triton: bool) -> None:
     """CANN before 9.1 has no aclnnChunkGatedDeltaRule. The kernel counts as a fallback."""
@@ -178,6 +183,7 @@ def equal_without_operator(folder: Path, triton: bool, lacks_chunk: bool) -> Non
     assert ("aclnnRecurrentGatedDeltaRule" if lacks_chunk else "aclnnChunkGatedDeltaRule") in called
 
 
+@pytest.mark.full
 @emulated(relax=RELAX, triton=True)
 def test_hybrid_beyond_the_operators_bounds_is_captured_with_triton(tmp_path: Path) -> None:
     """Heads of 64, and states in float32 beside activations in bfloat16: the operators take neither."""
@@ -286,7 +292,9 @@ INT8 = [{}, {"kv_cache_dtype": "int8"}, {"lm_head_dtype": "int8"},
 
 
 @pytest.mark.parametrize(("form", "settings"), [
-    *((form, settings) for form in ("floats", "W8A8") for settings in INT8), ("ModelSlim", INT8[0])], ids=str)
+    ("floats", INT8[0]), ("W8A8", INT8[3]), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        *(("floats", settings) for settings in INT8[1:]), *(("W8A8", settings) for settings in INT8[:3]),
+        ("ModelSlim", INT8[0])))], ids=str)
 @emulated()
 def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, form: str, settings: dict[str, Any]) -> None:
     """Of a prompt, in the device's dtypes without relaxation. The CPU has float32 and the device's int8 levels."""
@@ -309,7 +317,7 @@ def test_hybrid_log_probabilities_are_near_the_cpus(tmp_path: Path, form: str, s
     assert sum(one.top_ids[0] == other.top_ids[0] for one, other in zip(*reports, strict=True)) >= 0.85 * len(apart)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @emulated()
 def test_hybrid_context_of_8000_tokens_is_as_near_the_cpu_as_a_short_one(tmp_path: Path) -> None:
     """A prompt in chunks of 512 tokens, in the device's dtypes. Errors of a state in bfloat16 do not add up."""
@@ -462,8 +470,9 @@ def test_hybrid_rule_by_operators_of_torch_computes_the_gates_once() -> None:
 # Drafts
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "repetition_penalty": 1.2}],
-                         ids=["greedy", "penalized"])
+@pytest.mark.parametrize("sampling", [
+    pytest.param({"temperature": 0.0}, id="greedy", marks=pytest.mark.full),
+    pytest.param({"temperature": 0.9, "repetition_penalty": 1.2}, id="penalized")])
 @emulated(relax=RELAX, poison=True)
 def test_hybrid_drafts_change_no_token(tmp_path: Path, sampling: dict[str, Any]) -> None:
     """A row with a rejected draft is computed again, from the state before it."""

@@ -85,19 +85,22 @@ def saved_with_head(folder: Path, layers: str) -> Path:
     return add_head(saved_hybrid(folder, **LAYERS[layers]), damping=DAMPING[layers])
 
 
-@pytest.mark.parametrize("sampling", [{}, {"logprobs": 2}, {"temperature": 0.7}], ids=str)
-@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize(("layers", "sampling"), [
+    ("hybrid", {"temperature": 0.7}), ("dense", {"logprobs": 2}), *(
+        pytest.param(*case, marks=pytest.mark.full) for case in (
+            ("hybrid", {}), ("hybrid", {"logprobs": 2}), ("dense", {}), ("dense", {"temperature": 0.7})))], ids=str)
 @emulated(relax=RELAX, poison=True)
 def test_mtp_answers_equal_those_without(tmp_path: Path, layers: str, sampling: dict[str, Any]) -> None:
     assert_equal_without(saved_with_head(tmp_path, layers), asks(4, 14, **sampling))
 
 
+@pytest.mark.full
 @emulated(relax=RELAX, poison=True)
 def test_mtp_answers_of_one_draft_a_row_equal_those_without(tmp_path: Path) -> None:
     assert_equal_without(saved_with_head(tmp_path, "hybrid"), asks(4, 14), depth=1)
 
 
-@pytest.mark.parametrize("tokens", [1, 1 + DEPTH])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.full), 1 + DEPTH])
 @emulated(relax=RELAX, poison=True)
 def test_mtp_drafts_of_timed_steps_equal_those_of_captured_ones(tmp_path: Path, tokens: int) -> None:
     """Their kernels are called one by one. Three rows are fewer than those of a captured step."""
@@ -117,7 +120,7 @@ def test_mtp_drafts_of_timed_steps_equal_those_of_captured_ones(tmp_path: Path, 
         assert (timed.token_ids, timed.drafts) == (captured.token_ids, captured.drafts)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.full)])
 @emulated(relax=RELAX, poison=True)
 def test_mtp_answers_of_experts_equal_those_without(tmp_path: Path, family: Family) -> None:
     assert_equal_without(add_head(saved_mixture(tmp_path, family), damping=0.2), asks(3, 14))
@@ -148,8 +151,9 @@ def test_mtp_answers_equal_those_without_after_prefix_hits_and_in_few_blocks(tmp
         assert drafting.drafts
 
 
-@pytest.mark.parametrize("capture", ["auto", "off"])
-@pytest.mark.parametrize("drafter", ["model", "eagle"])
+@pytest.mark.parametrize(("drafter", "capture"), [
+    ("eagle", "auto"), ("model", "auto"), *(
+        pytest.param(name, "off", marks=pytest.mark.full) for name in ("model", "eagle"))])
 @emulated(relax=RELAX, poison=True)
 def test_draft_model_answers_equal_those_without(tmp_path: Path, drafter: str, capture: str) -> None:
     """A smaller model with the same vocabulary, or an EAGLE-3 head, drafts in one dispatch, too."""
@@ -296,7 +300,7 @@ def test_mtp_answers_of_two_ranks_equal_those_of_one_device(place: Place, tmp_pa
     assert 0 < drafting.accepted < drafting.drafted
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @on_ranks(joined=False, relax=RELAX, environment={"HCCL_EXEC_TIMEOUT": EXEC_SECONDS, **SMALL_BUFFER})
 def test_rank_that_cannot_capture_drafting_fails(place: Place, tmp_path: Path) -> None:
     """Drafting that is not captured has other sizes than that of the other ranks. The next group captures none."""
@@ -313,7 +317,7 @@ def test_rank_that_cannot_capture_drafting_fails(place: Place, tmp_path: Path) -
             loaded(place, folder, **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @on_ranks(joined=False, relax=RELAX, environment=SMALL_BUFFER)
 def test_no_rank_captures_drafting_if_one_may_not(place: Place, tmp_path: Path) -> None:
     """So starts the group after a rank could not capture drafting."""

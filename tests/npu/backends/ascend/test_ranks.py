@@ -267,10 +267,13 @@ def test_a_rank_that_cannot_capture_fails_even_if_captures_are_optional(place: P
         with pytest.raises(CaptureError, match="207005"):
             loaded(place, folder, decode_buckets=(1, 2))
     else:
-        with pytest.raises(RuntimeError, match="507048"):  # it warms up for its next graph
+        with pytest.raises(RuntimeError, match="507048") as failed:  # it warms up for its next graph
             loaded(place, folder, decode_buckets=(1, 2))
+        assert backends.fault(failed.value) is Fault.ENGINE
+        assert backends.explain(failed.value).startswith("a rank waited in a collective for another one (EI0002): ")
 
 
+@pytest.mark.full
 @on_ranks(joined=False, relax=("fp32",), environment={"HCCL_EXEC_TIMEOUT": EXEC_SECONDS, **SMALL_BUFFER})
 def test_a_collective_without_the_other_rank_is_a_fault_with_advice(place: Place, tmp_path: Path) -> None:
     folder = share(place, "model", lambda: saved(tmp_path))

@@ -196,10 +196,10 @@ def shares(logprobs: dict[int, float], sampling: SamplingParams) -> dict[int, fl
 
 
 @pytest.mark.parametrize("sampling", [
-    pytest.param(DEFAULT, id="default"),
+    pytest.param(DEFAULT, id="default", marks=pytest.mark.full),
     # By default test_backend.py compares the filters alone with the CPU's.
     pytest.param(SamplingParams(temperature=0.6, top_k=6), id="top_k", marks=pytest.mark.full),
-    pytest.param(SamplingParams(temperature=1.5, top_p=0.7), id="top_p"),
+    pytest.param(SamplingParams(temperature=1.5, top_p=0.7), id="top_p", marks=pytest.mark.full),
     pytest.param(SamplingParams(temperature=1.2, top_k=30, top_p=0.9, min_p=0.02), id="all")])
 @emulated()
 def test_sampled_rows_have_the_distribution_of_their_logits(tmp_path: Path, sampling: SamplingParams) -> None:

@@ -192,7 +192,7 @@ def test_long_context_equals_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(state, expected_state, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("quantized", ["blocks", "int8 cache and head"])
+@pytest.mark.parametrize("quantized", [pytest.param("blocks", marks=pytest.mark.full), "int8 cache and head"])
 def test_quantized_hybrid_is_near_golden(tmp_path: Path, quantized: str) -> None:
     """Float8 in blocks as of the published -FP8, and an int8 KV cache and LM head: chunks, and a captured step."""
     settings = {}
@@ -229,7 +229,7 @@ def test_tokens_of_bfloat16_are_accepted(tmp_path: Path, monkeypatch: pytest.Mon
     golden = load_reference(folder, backend, "float32", 64, 1)
     loaded = reference.load(folder, backend, "bfloat16", max_model_len=64, max_num_seqs=2, max_num_batched_tokens=24,
                             block_size=16)
-    checks = check_tokens(loaded, golden, [ids_of(30), ids_of(5, 1)], 3, folder)
+    checks = check_tokens(loaded, golden, [ids_of(26), ids_of(5, 1)], 2, folder)
     assert checks
     assert all(check.passed for check in checks), checks
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter finds its functions once for each module of kernels."""
+"""Triton's interpreter finds its functions once for each module of kernels, and makes the objects of a shape once."""
 
 from __future__ import annotations
 
@@ -26,3 +26,26 @@ def test_functions_are_put_in_place_once() -> None:
     assert isinstance(again, torch.Tensor)
     torch.testing.assert_close(first, again, rtol=0, atol=0)
     torch.testing.assert_close(again, total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight)
+
+
+def test_objects_of_a_shape_are_made_once() -> None:
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    quicken()
+    numbers, flags = tl.block_type(tl.float32, [tl.constexpr(4), 8]), tl.block_type(tl.int1, (4, 8))
+    assert numbers.shape is flags.shape
+    assert (list(numbers.shape), numbers.numel, numbers.element_ty) == ([4, 8], 32, tl.float32)
+    assert numbers.name.endswith(", fp32>")
+    assert numbers != flags
+    assert numbers == tl.block_type(tl.float32, [4, 8])
+    value, scalar = tl.tensor("handle", flags), tl.tensor("handle", tl.int64)
+    assert ([size.value for size in value.shape], value.numel.value, value.dtype) == ([4, 8], 32, tl.int1)
+    assert (list(scalar.shape), scalar.numel.value, scalar.dtype, scalar.type) == ([], 1, tl.int64, tl.int64)
+    with pytest.raises(ValueError, match="power of 2"):
+        tl.block_type(tl.float32, [3])
+    with pytest.raises(TypeError, match="0d"):
+        tl.block_type(tl.float32, [])
+    pointers = tl.block_type(tl.pointer_type(tl.float32), [4])
+    found = [interpreter._get_np_dtype(each).name for each in (flags, tl.bfloat16, pointers)]
+    assert found == ["bool", "uint16", "uint64"]

@@ -80,9 +80,9 @@ def assert_equal(cuda: tuple[list[Answer], RecordedDrafting], cpu: tuple[list[An
 
 
 @pytest.mark.parametrize(("model", "sampling"), [
-    ("hybrid", {"logprobs": 1}), pytest.param("hybrid", {"temperature": 0.7}, marks=pytest.mark.full), ("dense", {}),
-    ("experts", {"logprobs": 1}), pytest.param("experts", {"temperature": 0.7}, marks=pytest.mark.full),
-    pytest.param("Qwen3-Next", {}, marks=pytest.mark.full)], ids=str)
+    ("hybrid", {"logprobs": 1}), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("hybrid", {"temperature": 0.7}), ("dense", {}), ("experts", {"logprobs": 1}),
+        ("experts", {"temperature": 0.7}), ("Qwen3-Next", {})))], ids=str)
 def test_cuda_answers_and_drafts_of_a_head_equal_the_cpus(
     tmp_path: Path, model: str, sampling: dict[str, Any]
 ) -> None:
@@ -91,6 +91,7 @@ def test_cuda_answers_and_drafts_of_a_head_equal_the_cpus(
     assert_equal(cuda, cpu)
 
 
+@pytest.mark.full  # test_experts.py has such experts without drafts
 @pytest.mark.parametrize("head", ["float8", "floats"])
 def test_cuda_answers_and_drafts_of_quantized_experts_equal_the_cpus(tmp_path: Path, head: str) -> None:
     """Published checkpoints have model and head in float8 in blocks, with fc in floats, or only the model quantized.
@@ -134,6 +135,7 @@ def test_cuda_drafts_of_experts_equal_the_cpus_after_pauses_of_the_head(tmp_path
     assert found[0] == found[1]
 
 
+@pytest.mark.full  # ascend/test_mtp.py
 def test_cuda_answers_and_drafts_of_a_smaller_model_equal_the_cpus(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "max_position_embeddings": 256}
     folder = saved(damped(random_model("qwen3", **sizes)), tmp_path / "model")
@@ -144,6 +146,7 @@ def test_cuda_answers_and_drafts_of_a_smaller_model_equal_the_cpus(tmp_path: Pat
     assert found[0][1].drafts == found[1][1].drafts
 
 
+@pytest.mark.full  # ascend/test_mtp.py
 def test_cuda_answers_and_drafts_of_an_eagle_head_equal_the_cpus(tmp_path: Path) -> None:
     folder = saved_small(tmp_path / "model")
     draft = saved_eagle(tmp_path / "draft")

@@ -58,7 +58,8 @@ def test_answers_equal_those_of_the_cpu(tmp_path: Path, size: int, vocabulary: i
     assert [step.captured for step in found.steps] == [i % 3 > 0 for i in range(len(found.steps))]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full  # test_large_sums_of_ranks_are_divided
+@pytest.mark.parametrize("size", [2, 4])
 def test_divided_sums_give_the_same_tokens(tmp_path: Path, size: int) -> None:
     """A sum is an all-to-all and an all-gather, within the graphs too."""
     folder = saved(tmp_path, layers=1)
@@ -69,9 +70,9 @@ def test_divided_sums_give_the_same_tokens(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("scheme", [
-    pytest.param(W8A8(dynamic=False), id="int8"),
+    pytest.param(W8A8(dynamic=False), id="int8", marks=pytest.mark.full),
     pytest.param(W8A8(dynamic=False, float8=True), id="float8", marks=pytest.mark.full),
-    pytest.param(W8A8(per_channel=False, float8=True, blocks=True), id="blocks")])
+    pytest.param(W8A8(per_channel=False, float8=True, blocks=True), id="blocks", marks=pytest.mark.full)])
 def test_w8a8_with_int8_cache_equals_one_process(tmp_path: Path, scheme: W8A8) -> None:
     """Kernel by kernel: test_backend.py has captured steps. The scales of inputs are of the whole model, or of groups
     that no rank divides."""
@@ -86,8 +87,9 @@ def test_w8a8_with_int8_cache_equals_one_process(tmp_path: Path, scheme: W8A8) -
     assert len(divided.answers) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["rows", "whole"])
-@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("seed", "whole"), [
+    pytest.param(seed, whole, id=f"{seed}-{divided}", marks=[] if (seed, whole) == (1, True) else pytest.mark.full)
+    for seed in range(3) for divided, whole in (("rows", False), ("whole", True))])
 def test_mixtures_of_experts_equal_one_process(tmp_path: Path, seed: int, whole: bool) -> None:
     """Each rank has a part of the rows of all experts, or whole ones. Those of seed 1 and 2 have a shared expert, and
     linear attention, whose heads are divided. Steps of the first are captured, those of the others kernel by kernel."""
@@ -124,6 +126,7 @@ def test_drafts_of_a_head_with_experts_change_no_token(tmp_path: Path, whole: bo
     assert divided.accepted > 2
 
 
+@pytest.mark.full
 def test_hybrid_ranks_equal_one_process(tmp_path: Path) -> None:
     """Linear attention by heads, with states in slots, in captured steps."""
     from tests.support.hybrids import random_hybrid

@@ -149,9 +149,9 @@ def test_cuda_record_captures_once_and_replays(monkeypatch: pytest.MonkeyPatch) 
         return output
 
     replay = cuda_graphs.record(step, "stream", "pool")
-    assert said == ["begin", "step", "end"]
+    assert said == ["step", "begin", "step", "end"]  # Triton compiles at the first call
     assert [replay() is output, replay() is output] == [True, True]
-    assert said[3:] == ["replay", "replay"]
+    assert said[4:] == ["replay", "replay"]
 
 
 def test_token_buckets() -> None:
