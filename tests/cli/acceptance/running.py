@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from npuserve.cli import main as cli
-from npuserve.cli.acceptance import kernels, sampling, variants
+from npuserve.cli.acceptance import kernels, latency, sampling, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.kernels import linear, native
 from npuserve.kernels.registry import KERNELS
@@ -55,8 +55,8 @@ def narrow_lm_heads() -> AbstractContextManager[object]:
 
 @contextmanager
 def few_checks() -> Iterator[None]:
-    """Leave every fourth test case of a kernel, two sizes, two parameters of sampling, one variant, and short answers.
-    """
+    """Leave every fourth test case of a kernel, one size, two parameters of sampling, one variant, one sampler to time,
+    and short answers."""
     supported = kernels.supported_cases
 
     def few_cases(kernel: Any, backend: Any, *, benchmark: bool) -> Iterator[Any]:
@@ -64,9 +64,10 @@ def few_checks() -> Iterator[None]:
 
     with (
         few_tokens(), mock.patch.object(kernels, "supported_cases", few_cases),
-        mock.patch.object(kernels, "SIZES", kernels.SIZES[2:4]),
+        mock.patch.object(kernels, "SIZES", kernels.SIZES[3:4]),
         mock.patch.multiple(sampling, CAPTURED={"all of them": sampling.CAPTURED["all of them"]},
                             OUTSIDE={"logprobs": sampling.OUTSIDE["logprobs"]}),
         mock.patch.object(variants, "VARIANTS", variants.VARIANTS[-1:]),
+        mock.patch.object(latency, "SAMPLERS", dict([*latency.SAMPLERS.items()][:1])),
     ):
         yield

@@ -71,14 +71,15 @@ def test_check_accept_emulated_device_passes(is_whole: bool) -> None:
     assert found["sampling", "captured steps, bfloat16"]["figures"]["share"] == 1.0
     assert [name for part, name in found if part == "capture"] == [
         "8 rows", "2 rows", *(f"{tokens} tokens" for tokens in (64, 128, 130))]
-    counts = {"sizes": 11, "sampling": 28, "variants": 24} if is_whole else {"sizes": 6, "sampling": 8, "variants": 6}
+    counts = {"sizes": 11, "sampling": 28, "variants": 24} if is_whole else {"sizes": 2, "sampling": 8, "variants": 6}
     for part, count in {**counts, "contexts": 6, "soak": 1}.items():
         assert sum(of == part for of, _ in found) == count, part
     assert all("reduced" in x["said"] for (part, _), x in found.items() if part in ("sizes", "contexts"))
     latencies = [x for x in report["acceptance"]["findings"] if x["part"] == "latency"]
     assert {x["passed"] for x in latencies} == {None}  # the speed of an emulated device is not judged
+    samplers = [*latency.SAMPLERS] if is_whole else [*latency.SAMPLERS][:1]
     assert [x["name"] for x in latencies if x["name"].startswith("sampler")] == [
-        f"sampler, {latency.SAMPLED_ROWS} rows, {name}" for name in latency.SAMPLERS]
+        f"sampler, {latency.SAMPLED_ROWS} rows, {name}" for name in samplers]
     assert [x["figures"]["updater"] for x in latencies if x["name"].startswith("lengths")] == ["C++", "C++"]
     assert all(x["figures"]["lags"] for x in latencies if x["name"].startswith("lengths"))
 
@@ -128,9 +129,9 @@ def test_check_accept_wrong_lengths_fail_tokens_and_capture() -> None:
     assert ("capture", "8 rows") in failed
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_captures_and_contexts_of_a_hybrid_pass
 @pytest.mark.parametrize(("place", "operators"), [
-    pytest.param(0, True, marks=pytest.mark.full), (-1, True), pytest.param(0, False, marks=pytest.mark.full)])
+    (0, True), (-1, True), (0, False)])
 @needs_npu
 def test_variants_of_a_hybrid_pass(place: int, operators: bool) -> None:
     """Without the operators of the delta rule its Triton kernel, here the stand-in, computes decode rows and chunks."""

@@ -133,7 +133,7 @@ def serve(runner: Any, double_buffering: bool, sampling: list[SamplingParams]) -
 
 
 @pytest.mark.parametrize(("model", "sampling"), cases(
-    [("float", "mixed"), ("w8a8", "greedy"), ("w8a8, int8 head", "sampled"), ("int8 cache", "penalized")],
+    [("w8a8, int8 head", "sampled"), ("int8 cache", "penalized")],
     [*MODELS]))
 @emulated(relax=("fp32",))
 def test_a_steady_step_is_one_replay_and_ten_calls(tmp_path: Path, model: str, sampling: str) -> None:
@@ -182,7 +182,7 @@ def counted(runner: Runner) -> Mock:
 
 
 @pytest.mark.parametrize(("model", "sampling"), cases(
-    [("float", "mixed"), ("w8a8, int8 head", "greedy"), ("w8a8", "sampled")],
+    [("float", "mixed"), ("w8a8, int8 head", "greedy")],
     [model for model, (_, settings) in MODELS.items() if settings.get("kv_cache_dtype") != "int8"]))
 @emulated(relax=("fp32",))
 def test_a_step_with_a_chunk_is_one_replay_and_as_many_calls(tmp_path: Path, model: str, sampling: str) -> None:

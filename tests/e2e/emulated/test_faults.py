@@ -37,8 +37,9 @@ HANG_SECONDS = 15
 RETRYABLE, ENGINE, NODE = 207018, 507014, 507899
 """ACL_ERROR_RT_...: lack of a resource, timeout of the AI core, fault of the driver."""
 
-SETTINGS = ("--device", "npu", "--emulate", "--max-num-seqs", "4", "--decode-buckets", "2,4", "--kv-cache-memory",
-            "24MiB", "--drain-seconds", "1", "--kernel-sampling", "0", "--no-capture-chunks")
+SETTINGS = ("--device", "npu", "--emulate", "--emulate-relax", *faulty.RELAX, "--dtype", "float32", "--max-num-seqs",
+            "4", "--decode-buckets", "2,4", "--kv-cache-memory", "24MiB", "--drain-seconds", "1", "--kernel-sampling",
+            "0", "--no-capture-chunks")
 """A start without captured chunks takes three quarters of the time."""
 
 

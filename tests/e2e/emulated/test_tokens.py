@@ -37,13 +37,10 @@ def findings(*arguments: str, exact: bool = True) -> list[dict[str, Any]]:
 
 
 @needs_npu
-@pytest.mark.slow
+@pytest.mark.full  # test_accept_ascend.py compares tokens with one step in flight and with two
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("way", [
-    # By default test_accept_ascend.py compares tokens with one step in flight, and test_exactness.py has the flag.
-    "overlapped", pytest.param("alone", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", [
-    BUILT_IN, *published("minimind2-small"), *published("stories260K-qwen3", full=True)])  # a Qwen3, too
+@pytest.mark.parametrize("way", ["overlapped", "alone"])
+@pytest.mark.parametrize("name", [BUILT_IN, *published("minimind2-small", "stories260K-qwen3")])
 def test_tokens_are_those_of_the_cpu(name: str, way: str) -> None:
     (found,) = findings(str(model_folder(name)), "--parts", "tokens", "--requests", str(REQUESTS), "--answer",
                         str(ANSWER), "--blocks", "4", "--ways", way)

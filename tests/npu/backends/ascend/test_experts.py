@@ -40,7 +40,7 @@ from tests.support.oracle_drafts import drafting_of
 
 def equal_to_the_cpu(folder: Path, capture_chunks: bool = True, **sizes: Any) -> None:
     saved_mixture(folder, **sizes)
-    npu = load(folder, decode_buckets=(1, 2, 4), capture_chunks=capture_chunks, **MEMORY)
+    npu = load(folder, decode_buckets=(2, 4), capture_chunks=capture_chunks, **MEMORY)
     assert npu.fallbacks == []
     got, results = answers(npu, asks(6, 8))
     expected, _ = answers(on_cpu(folder), asks(6, 8))
@@ -84,7 +84,7 @@ def test_mixture_configuration_equals_cpu(tmp_path: Path, seed: int) -> None:
     """In float32, except for the operators of linear attention, whose near ties may fall the other way."""
     sizes = configuration(seed)
     saved_mixture(tmp_path, **sizes)
-    npu = load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)
+    npu = load(tmp_path, decode_buckets=(2, 4), **MEMORY)
     assert npu.fallbacks == []
     got, results = answers(npu, asks(4, 6))
     expected, _ = answers(on_cpu(tmp_path), asks(4, 6))
@@ -233,7 +233,7 @@ def test_mixture_in_int4_equals_its_numbers_in_floats(tmp_path: Path) -> None:
         numbers = to_int4(int4, "compressed-tensors", dtype=torch.float32, symmetric=symmetric)
         path = floats / "model.safetensors"
         save_file(load_file(path) | numbers, path)
-        npu = load(int4, decode_buckets=(1, 2, 4), **MEMORY)
+        npu = load(int4, decode_buckets=(2, 4), **MEMORY)
         assert npu.config.quantization_name == "w4a16"
         assert all(isinstance(weight, Int4Weight) == symmetric for weight in expert_weights(npu))
         assert answers(npu, asks(4, 6))[0] == answers(on_cpu(floats), asks(4, 6))[0]
@@ -344,7 +344,8 @@ def test_mixture_launches_of_a_shared_expert(tmp_path: Path, form: str) -> None:
     assert layer.total() - EVENT.total() == attention + (MLP[form] + SHARED[form]).total()
 
 
-@pytest.mark.parametrize("form", ["bf16", pytest.param("w8a8", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["bf16", "w8a8"])
 @emulated()
 def test_mixture_launches_are_those_of_the_roofline(tmp_path: Path, form: str) -> None:
     """Of a step of one row: in each layer, without the event of the lengths, and besides the layers."""
@@ -405,7 +406,7 @@ def test_mixture_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> Non
 @emulated(relax=RELAX, poison=True)
 def test_mixture_slots_are_cleared_copied_and_continued(tmp_path: Path, family: Family) -> None:
     saved_mixture(tmp_path, family)
-    npu = load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)
+    npu = load(tmp_path, decode_buckets=(2, 4), **MEMORY)
     assert tokens_of_continued_slots(npu) == tokens_of_continued_slots(on_cpu(tmp_path))
 
 
@@ -414,7 +415,7 @@ def test_mixture_slots_are_cleared_copied_and_continued(tmp_path: Path, family: 
 @emulated(relax=RELAX, poison=True)
 def test_mixture_drafts_change_no_token(tmp_path: Path, family: Family) -> None:
     saved_mixture(tmp_path, family, top_k=3)
-    npu = load(tmp_path, decode_buckets=(1, 2, 4), max_drafts=8, **MEMORY)
+    npu = load(tmp_path, decode_buckets=(2, 4), max_drafts=8, **MEMORY)
     requests = [loop.Ask(3 * seed, None, {"prompt_ids": ids_of(5 + 9 * seed, seed), "max_tokens": 16,
                                           "sampling": SamplingParams(seed=seed, temperature=0.0)}) for seed in range(3)]
     expected, _ = loop.serve(npu, requests, 2, 12, 4, 16)

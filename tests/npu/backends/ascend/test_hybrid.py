@@ -59,7 +59,7 @@ def on_cpu(folder: Path, **settings: Any) -> Runner:
 
 def equal_to_the_cpu(folder: Path, sampling: dict[str, Any], capture_chunks: bool = True, **sizes: Any) -> None:
     saved_hybrid(folder, **sizes)
-    npu = load(folder, decode_buckets=(1, 2, 4), capture_chunks=capture_chunks, **MEMORY)
+    npu = load(folder, decode_buckets=(2, 4), capture_chunks=capture_chunks, **MEMORY)
     assert npu.fallbacks == []
     got, results = answers(npu, asks(6, 8, **sampling))
     expected, _ = answers(on_cpu(folder), asks(6, 8, **sampling))
@@ -120,7 +120,7 @@ def test_hybrid_configuration_equals_cpu(tmp_path: Path, heads: str, layers: str
 def configuration_equals_cpu(folder: Path, heads: str, layers: str, by: str) -> None:
     key_heads, value_heads = HEADS[heads]
     saved_hybrid(folder, key_heads=key_heads, value_heads=value_heads, linear_dim=DIMS[by], **LAYERS[layers], seed=3)
-    npu = load(folder, decode_buckets=(1, 2, 4), **MEMORY)
+    npu = load(folder, decode_buckets=(2, 4), **MEMORY)
     assert npu.fallbacks == ([] if by == "operator" else ["gated_delta_rule"])
     emulator.log_tasks(True)
     got, results = answers(npu, asks(4, 6))
@@ -148,14 +148,11 @@ def test_hybrid_sampled_and_constrained_tokens_equal_cpu(tmp_path: Path) -> None
 
 
 LACKING = ["ChunkGatedDeltaRule", "RecurrentGatedDeltaRule"]
-MISSING = (LACKING[1], False)
-"""Case of the default run: test_hybrid_configuration_equals_cpu has heads that the operators do not take, with the
-Triton kernel and without it."""
 
 
-@pytest.mark.parametrize(("lacking", "triton"), [
-    pytest.param(lacking, triton, id=f"{lacking}-{by}", marks=[] if (lacking, triton) == MISSING else pytest.mark.full)
-    for lacking in LACKING for by, triton in (("triton", True), ("torch", False))])
+@pytest.mark.full  # test_hybrid_configuration_equals_cpu has heads that the operators do not take
+@pytest.mark.parametrize("triton", [True, False], ids=["triton", "torch"])
+@pytest.mark.parametrize("lacking", LACKING)
 @needs_npu
 def test_hybrid_without_an_operator_equals_cpu(tmp_path: Path, lacking: str, triton: bool) -> None:
     """CANN before 9.1 has no aclnnChunkGatedDeltaRule. The kernel counts as a fallback."""
@@ -169,7 +166,7 @@ def equal_without_operator(folder: Path, triton: bool, lacks_chunk: bool) -> Non
     """With triton-ascend its kernel takes the operator's place, and chunks are captured. The log says what does."""
     saved_hybrid(folder, layers=2, full=(1,))
     with captured_log(delta_kernels.__name__) as said:
-        npu = load(folder, decode_buckets=(1, 2, 4), **MEMORY)
+        npu = load(folder, decode_buckets=(2, 4), **MEMORY)
     assert npu.fallbacks == ["gated_delta_rule"]
     assert [("a Triton kernel" in line, "torch's operators" in line) for line in said] == [(triton, not triton)]
     emulator.log_tasks(True)
@@ -188,14 +185,14 @@ def equal_without_operator(folder: Path, triton: bool, lacks_chunk: bool) -> Non
 def test_hybrid_beyond_the_operators_bounds_is_captured_with_triton(tmp_path: Path) -> None:
     """Heads of 64, and states in float32 beside activations in bfloat16: the operators take neither."""
     saved_hybrid(tmp_path / "64", layers=2, full=(1,), linear_dim=64)
-    npu = load(tmp_path / "64", decode_buckets=(1, 2, 4), **MEMORY)
+    npu = load(tmp_path / "64", decode_buckets=(2, 4), **MEMORY)
     assert npu.fallbacks == ["gated_delta_rule"]
     got, results = answers(npu, asks(4, 6))
     assert got == answers(on_cpu(tmp_path / "64"), asks(4, 6))[0]
     assert all(result.captured for result in results)
 
     saved_hybrid(tmp_path / "128", layers=2, full=(1,))
-    npu = load(tmp_path / "128", dtype="bfloat16", decode_buckets=(1, 2, 4), **MEMORY, state_dtype="float32")
+    npu = load(tmp_path / "128", dtype="bfloat16", decode_buckets=(2, 4), **MEMORY, state_dtype="float32")
     assert npu.fallbacks == ["gated_delta_rule"]
     _, results = answers(npu, asks(4, 6))
     assert all(result.captured for result in results)
@@ -218,7 +215,7 @@ def test_unfit_triton_kernels_of_linear_attention_are_not_used(tmp_path: Path, f
     launches = DeltaLaunches(*(unfit(getattr(fused_delta.LAUNCHES, name)) for name in DeltaLaunches.__slots__))
     with pytest.MonkeyPatch.context() as patch, captured_log(delta_kernels.__name__) as said:
         patch.setattr(EmulatedAscend, "delta_launches", lambda self: launches)
-        npu = load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)
+        npu = load(tmp_path, decode_buckets=(2, 4), **MEMORY)
         got, _ = answers(npu, asks(2, 4))
     assert got == answers(on_cpu(tmp_path), asks(2, 4))[0]
     reason = "ub overflow" if fault == "fails" else "differ"
@@ -269,10 +266,11 @@ def tokens_of_continued_slots(runner: Runner) -> list[int]:
 @emulated(relax=RELAX, poison=True)
 def test_hybrid_slots_are_cleared_copied_and_continued(tmp_path: Path) -> None:
     saved_hybrid(tmp_path)
-    npu = load(tmp_path, decode_buckets=(1, 2, 4), **MEMORY)
+    npu = load(tmp_path, decode_buckets=(2, 4), **MEMORY)
     assert tokens_of_continued_slots(npu) == tokens_of_continued_slots(on_cpu(tmp_path))
 
 
+@pytest.mark.full
 @emulated(relax=RELAX)
 def test_hybrid_decodes_more_rows_than_slots(tmp_path: Path) -> None:
     """The operator takes no more tokens than slots, and graphs for more rows are captured anyway."""
@@ -345,7 +343,7 @@ def test_hybrid_context_of_8000_tokens_is_as_near_the_cpu_as_a_short_one(tmp_pat
 # Ranks
 
 
-@pytest.mark.slow
+@pytest.mark.full  # test_experts.py has ranks with such layers
 @on_ranks(joined=False, relax=RELAX, environment=SMALL_BUFFER)
 def test_hybrid_tokens_of_two_ranks_equal_those_of_one_device(place: Place, tmp_path: Path) -> None:
     """Each rank has the states of its heads."""
@@ -373,7 +371,8 @@ FUSED = ("conv_silu_kernel", "delta_gates_kernel", "gated_rms_norm_kernel")
 
 
 @needs_npu
-@pytest.mark.parametrize(("by", "form"), LAUNCHES)
+@pytest.mark.parametrize(("by", "form"), [
+    pytest.param(*case, marks=[] if case == ("operators", "bf16") else pytest.mark.full) for case in LAUNCHES])
 def test_hybrid_launches_of_layers_by_kind(tmp_path: Path, by: str, form: str) -> None:
     run(check_launches, {"folder": tmp_path, "by": by, "form": form}, {"triton": by == "triton"})
 
@@ -425,6 +424,7 @@ def test_hybrid_steady_step_is_one_replay(tmp_path: Path) -> None:
     runner.collect(flying)
 
 
+@pytest.mark.full
 @emulated(relax=RELAX)
 def test_hybrid_chunk_of_512_tokens_is_one_replay(tmp_path: Path) -> None:
     saved_hybrid(tmp_path, layers=2, full=(1,))
@@ -477,7 +477,7 @@ def test_hybrid_rule_by_operators_of_torch_computes_the_gates_once() -> None:
 def test_hybrid_drafts_change_no_token(tmp_path: Path, sampling: dict[str, Any]) -> None:
     """A row with a rejected draft is computed again, from the state before it."""
     saved_hybrid(tmp_path)
-    npu = load(tmp_path, decode_buckets=(1, 2, 4), max_drafts=8, **MEMORY)
+    npu = load(tmp_path, decode_buckets=(2, 4), max_drafts=8, **MEMORY)
     assert npu.max_drafts == 8
     requests = [loop.Ask(3 * seed, None, {"prompt_ids": ids_of(5 + 9 * seed, seed), "max_tokens": 16,
                                           "sampling": SamplingParams(seed=seed, **sampling)}) for seed in range(3)]

@@ -80,7 +80,7 @@ def of_one_device(place: Place, folder: Path, **settings: Any) -> list[list[int]
 def test_tokens_of_two_ranks_equal_those_of_the_cpu(place: Place, tmp_path: Path, sampling: dict[str, Any]) -> None:
     """Chunks arrive while other requests decode. Every step is a replay of a graph that contains the collectives."""
     folder = share(place, "model", lambda: saved(tmp_path, layers=LAYERS))
-    runner, _ = loaded(place, folder, decode_buckets=(1, 2, 4))
+    runner, _ = loaded(place, folder, decode_buckets=(2, 4))
     assert runner.fallbacks == []
     assert runner.backend.device.index == place.rank
     got, results = answers(runner, asks(6, 8, **sampling))
@@ -89,6 +89,7 @@ def test_tokens_of_two_ranks_equal_those_of_the_cpu(place: Place, tmp_path: Path
     assert {result.captured for result in results} == {True}
 
 
+@pytest.mark.full
 @on_ranks(4, joined=False, relax=("fp32",), environment=SMALL_BUFFER)
 def test_tokens_of_four_ranks_equal_those_of_the_cpu(place: Place, tmp_path: Path) -> None:
     """Two ranks have the same key and value head. The vocabulary of 100 ids leaves two ranks without one."""
@@ -173,9 +174,8 @@ def test_a_step_that_is_not_captured_calls_each_collective_once(place: Place, tm
     group.minimum(0)
 
 
-@pytest.mark.parametrize("sampling", [
-    name if name == "mixed" else pytest.param(name, marks=pytest.mark.full)  # test_calls.py has each on one device
-    for name in SAMPLING])
+@pytest.mark.full  # test_calls.py has each on one device
+@pytest.mark.parametrize("sampling", SAMPLING)
 @on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
 def test_a_steady_step_has_the_calls_of_one_device(place: Place, tmp_path: Path, sampling: str) -> None:
     """Rank 0 runs the engine's loop with two steps in flight. Lengths are updated on each rank, by its own thread."""
@@ -232,6 +232,7 @@ def test_sums_in_place_take_no_planned_memory(tmp_path: Path) -> None:
     assert found.logits - predict(config, backend, **settings).logits == 3 * config.padded_vocabulary(64) * 2
 
 
+@pytest.mark.full
 @on_ranks(joined=False, relax=("fp32",), environment=SMALL_BUFFER)
 def test_a_step_whose_kernels_are_timed_gives_the_same_tokens(place: Place, tmp_path: Path) -> None:
     """Each second step runs kernel by kernel, on all ranks."""
