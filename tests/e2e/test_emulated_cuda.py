@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
 
 from bench.serving.server import ranks_of
 from tests.e2e.processes import engine_of, ids_while_the_engine_is_killed, until
@@ -22,9 +21,6 @@ from tests.e2e.server import Server, request, serving, streamed
 from tests.e2e.test_ranks import is_alive
 from tests.npu.backends.mtp import add_head
 from tests.npu.backends.small import saved
-from tests.support.hybrids import random_hybrid
-from tests.support.mixtures import random_mixture
-from tests.support.models import saved as save
 from tests.support.real_models import model_folder, published
 
 pytestmark = [
@@ -36,15 +32,25 @@ PROMPTS = [[1, 43, 47, 61, 78, 44, 91], [1, 43, 47, 12, 9], [1, 30, 20, 4, 77, 8
 ANSWER = 6
 
 
-def hybrid() -> PreTrainedModel:
-    """Return a Qwen3.5 of one layer of each kind."""
-    return random_hybrid(0, num_hidden_layers=2, full_attention_interval=2, linear_num_key_heads=1)
+# transformers, which makes these models, is imported where one is needed: by no test of the default run.
 
 
-def mixture() -> PreTrainedModel:
-    """Return a Qwen3.5 of such layers, with experts."""
-    return random_mixture(2, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=4,
-                          num_experts_per_tok=2)
+def saved_hybrid(folder: Path) -> Path:
+    """Save a Qwen3.5 of one layer of each kind."""
+    from tests.support.hybrids import random_hybrid
+    from tests.support.models import saved
+
+    return saved(random_hybrid(0, num_hidden_layers=2, full_attention_interval=2, linear_num_key_heads=1), folder)
+
+
+def saved_mixture(folder: Path) -> Path:
+    """Save a Qwen3.5 of such layers, with experts."""
+    from tests.support.mixtures import random_mixture
+    from tests.support.models import saved
+
+    model = random_mixture(2, num_hidden_layers=2, layer_types=["linear_attention", "full_attention"], num_experts=4,
+                           num_experts_per_tok=2)
+    return saved(model, folder)
 
 
 def tokens(server: Server, number: int = 4) -> Iterator[list[int]]:
@@ -85,7 +91,7 @@ def test_tokens_are_those_of_the_cpu_in_float32(
 ) -> None:
     folder, expected = random_model
     if name != "random":
-        folder = str(save(hybrid(), tmp_path) if name == "hybrid" else model_folder(name))
+        folder = str(saved_hybrid(tmp_path) if name == "hybrid" else model_folder(name))
         expected = served_by_cpu(folder)
     with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "2", *LIMITS) as cuda:
         got = list(tokens(cuda))
@@ -103,7 +109,7 @@ def test_tokens_are_those_of_the_cpu_in_float32(
 def test_samples_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     """Samples share the prompt's blocks, and each continues a copy of its state. A model with experts also has a shared
     one and linear attention."""
-    folder = str(save(hybrid() if name == "hybrid" else mixture(), tmp_path))
+    folder = str((saved_hybrid if name == "hybrid" else saved_mixture)(tmp_path))
     found = []
     for device in (("--device", "cpu"), ("--device", "cuda", "--emulate", "--decode-buckets", "2")):
         with serving(folder, *device, *LIMITS) as server:
@@ -114,7 +120,7 @@ def test_samples_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_tokens_of_a_head_with_experts_are_those_of_the_cpu(tmp_path: Path) -> None:
     """Rows of up to 3 tokens are verified, and drafts made, in captured steps."""
-    folder = str(add_head(save(mixture(), tmp_path), damping=0.2))
+    folder = str(add_head(saved_mixture(tmp_path), damping=0.2))
     expected = served_by_cpu(folder)
     with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "2", *LIMITS, "--speculate", "mtp",
                  "--draft-depth", "2", "--kernel-sampling", "0") as cuda:
@@ -129,7 +135,7 @@ def test_tokens_of_a_head_with_experts_are_those_of_the_cpu(tmp_path: Path) -> N
 @pytest.mark.full
 def test_hybrid_continues_after_its_engine_is_killed(tmp_path: Path) -> None:
     """States are computed again. By default the CPU's server has such a death (test_hybrid.py)."""
-    folder = str(save(hybrid(), tmp_path))
+    folder = str(saved_hybrid(tmp_path))
     expected = served_by_cpu(folder)[:2]
     with serving(folder, "--device", "cuda", "--emulate", "--decode-buckets", "2", *LIMITS) as cuda:
         assert ids_while_the_engine_is_killed(cuda, PROMPTS[:2], ANSWER) == expected
@@ -138,7 +144,7 @@ def test_hybrid_continues_after_its_engine_is_killed(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_states_return_from_host_memory_until_the_engine_dies(tmp_path: Path) -> None:
     """The cache holds the blocks of two prompts, of which four return."""
-    folder = str(save(hybrid(), tmp_path))
+    folder = str(saved_hybrid(tmp_path))
     prompts = [random.Random(seed).choices(range(3, 100), k=36) for seed in range(4)]
 
     def answers(server: Server, **fields: object) -> list[tuple[list[int], int]]:

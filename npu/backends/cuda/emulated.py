@@ -125,6 +125,7 @@ class _Capturing(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+_is_recorded = False
 _streams: WeakSet[Stream] = WeakSet()
 _current: Stream | None = None
 
@@ -149,7 +150,15 @@ def graph_pool_handle() -> list[Tensor]:
 
 
 def record(work: Callable[[], Tensor], stream: Stream, pool: list[Tensor]) -> Callable[[], Tensor]:
-    """Return a replay function as `graphs.record` does. `work` first runs at the first replay."""
+    """Return a replay function as `graphs.record` does. `work` first runs at the first replay.
+
+    That of the first graph of a process also runs now: to read the kernels' sources takes seconds, which must not count
+    as time of a step.
+    """
+    global _is_recorded
+    if not _is_recorded:
+        work()
+        _is_recorded = True
     kept: Tensor | None = None
 
     def replay() -> Tensor:
