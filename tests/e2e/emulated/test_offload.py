@@ -11,7 +11,7 @@ from tests.e2e.processes import ids_while_the_engine_is_killed, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.npu.emulator.child import needs_npu
 
-pytestmark = [pytest.mark.slow, needs_npu]
+pytestmark = [pytest.mark.full, needs_npu]  # test_store.py has such a server, whose engine is killed
 
 PROMPTS = [random.Random(seed).choices(range(4, 100), k=3 * 128 + 5) for seed in range(4)]
 """3 full blocks each. The device's cache holds 4 blocks, so that the working set is three times as large."""

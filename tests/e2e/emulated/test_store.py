@@ -17,7 +17,7 @@ import pytest
 from npuserve.service.store.connector import FAILURES
 from npuserve.v1 import admin_service_pb2, admin_service_pb2_grpc
 from npuserve.v1 import inference_service_pb2_grpc as rpc
-from tests.e2e.processes import engine_of, until
+from tests.e2e.processes import engine_of, ids_while_the_engine_is_killed, until
 from tests.e2e.server import Server, request, serving, streamed
 from tests.npu.backends.hybrid import saved_hybrid
 from tests.npu.emulator.child import needs_npu
@@ -125,9 +125,15 @@ def test_prefix_is_computed_once_by_two_servers(master: Master, secret: Path, tm
         assert answer(second, prompt_of(0), cache_salt="other") == (expected[0], 0)
         assert answer(second, prompt_of(0), cache_salt="salt") == (expected[0], 384)
 
+        assert second.metric("npuserve_kv_offload_hits_total") > 0  # blocks come from the store by the host's memory
+        assert second.metric("npuserve_kv_offload_corrupt_blocks_total") == 0
+
         flush(second, master)
         assert answer(second, prompt_of(0)) == (expected[0], 0)
         assert not sum(failures(second, reason) for reason in ("timeout", "error", "corrupt", "full"))
+
+        assert ids_while_the_engine_is_killed(first, [prompt_of(1)], 4) == [expected[1]]
+        assert answer(first, prompt_of(0))[0] == expected[0]
 
 
 @pytest.mark.full

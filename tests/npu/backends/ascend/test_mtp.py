@@ -100,7 +100,8 @@ def test_mtp_answers_of_one_draft_a_row_equal_those_without(tmp_path: Path) -> N
     assert_equal_without(saved_with_head(tmp_path, "hybrid"), asks(4, 14), depth=1)
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.full), 1 + DEPTH])
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [1, 1 + DEPTH])
 @emulated(relax=RELAX, poison=True)
 def test_mtp_drafts_of_timed_steps_equal_those_of_captured_ones(tmp_path: Path, tokens: int) -> None:
     """Their kernels are called one by one. Three rows are fewer than those of a captured step."""
@@ -224,6 +225,7 @@ def test_mtp_drafts_only_after_as_many_samples_as_padding_has_slots(tmp_path: Pa
     assert drafting.accepted
 
 
+@pytest.mark.full
 @emulated(relax=RELAX, poison=True)
 def test_mtp_answers_with_a_head_that_is_stopped_equal_those_without(tmp_path: Path) -> None:
     """The head returns to requests in progress and to prefixes that were computed without it. Captured for any number

@@ -68,7 +68,8 @@ def decode(runner: Runner, rows: int, at: int) -> StepResult:
     return runner.collect(runner.launch(Step([Row(row, [PENDING], at, [row], True) for row in range(rows)])))
 
 
-@pytest.mark.parametrize("missing", [TABLE, HEAD, pytest.param((*TABLE, *HEAD), marks=pytest.mark.full)], ids="+".join)
+@pytest.mark.parametrize("missing", [
+    HEAD, *(pytest.param(names, marks=pytest.mark.full) for names in (TABLE, (*TABLE, *HEAD)))], ids="+".join)
 @emulated(relax=RELAX)
 def test_ascend_step_without_one_kernel_uses_its_golden_function(tmp_path: Path, missing: tuple[str, ...]) -> None:
     """If the device lacks one of the kernels, its golden function runs on the device and in the captured step, so that
@@ -247,6 +248,7 @@ def constrained_by_grammars(folder: Path, orders: list[Order]) -> None:
         assert constrained.answered(npu, [case], alone, depth=2, pool=64, seats=8, budget=64)[0] == [alone(case)]
 
 
+@pytest.mark.full
 @emulated(relax=RELAX)
 def test_ascend_tokens_by_grammars_equal_cpu(tmp_path: Path) -> None:
     """Requests of all kinds run together and are preempted, after the death of an engine, and with deferred rows."""
