@@ -127,7 +127,7 @@ MORE_FAULTS = {
     "a wait fails, retryable": (("synchronize", RETRYABLE), {}, "retryable"),
     "a wait fails, fatal for the engine": (("synchronize", ENGINE), {}, "engine"),
 }
-"""Other ways to a restart, for the full run: tests/npu/backends/ascend/test_fault_codes.py has each in a step."""
+"""Other ways to a restart, for the full run: tests/npu/backends/ascend/test_fault_codes.py sorts their errors."""
 
 
 @pytest.fixture(scope="module")

@@ -325,6 +325,22 @@ def test_cuda_graph_output_is_valid_until_next_replay() -> None:
         graphs.replay(5, [])
 
 
+def test_cuda_first_graph_of_a_process_runs_its_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads the kernels. Others run at their first replay."""
+    monkeypatch.setattr(cuda_emulated, "_is_recorded", False)
+    rows_of_steps: list[int] = []
+
+    def step(rows: int) -> torch.Tensor:
+        rows_of_steps.append(rows)
+        return torch.ones(rows)
+
+    graphs = started().capture(step, 4, decode=True, buckets=(2, 4))
+    assert graphs is not None
+    assert rows_of_steps == [4]  # the largest is captured first
+    graphs.replay(2, [])
+    assert rows_of_steps == [4, 2]
+
+
 def test_cuda_graph_with_device_read_is_refused() -> None:
     graphs = started().capture(lambda rows: torch.full((rows,), float(torch.ones(1).sum().item())), 1, decode=False)
     assert graphs is not None
