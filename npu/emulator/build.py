@@ -142,9 +142,13 @@ class _Unit:
 
 
 def _units(folder: str, headers: list[Path], flags: tuple[str, ...], salt: str) -> list[_Unit]:
-    """Return the units of a folder's sources, largest first, since the largest takes longest to compile."""
+    """Return the units of a folder's sources, largest first, since the largest takes longest to compile.
+
+    salt: what else decides the objects, such as the versions of packages, whatever the folders that they are in.
+    """
     sources = sorted((HERE / folder).glob("*.cpp"), key=lambda file: -file.stat().st_size)
-    return [_Unit(source, flags, _digest(salt, flags, *headers, source)) for source in sources]
+    same = [flag for flag in flags if not flag.startswith("-I")]
+    return [_Unit(source, flags, _digest(salt, same, *headers, source)) for source in sources]
 
 
 def libraries(cann: str = "9.1.0", without: Sequence[str] = ()) -> Path:
