@@ -32,9 +32,12 @@ def engine_of(server: Server) -> int:
     return bench_server.engine_of(server.process.pid)
 
 
-def ids_while_the_engine_is_killed(server: Server, prompts: list[list[int]], count: int) -> list[list[int]]:
+def ids_while_the_engine_is_killed(
+    server: Server, prompts: list[list[int]], count: int, rank: int | None = None
+) -> list[list[int]]:
     """Return the greedy token ids of streams at the same time; the engine is killed once the first stream has tokens.
 
+    rank: process to kill instead, whose death ends the engine.
     A message may have any number of tokens. Returns after the supervisor has counted the engine's death.
     """
     restarts = server.metric("npuserve_engine_restarts_total")
@@ -43,7 +46,7 @@ def ids_while_the_engine_is_killed(server: Server, prompts: list[list[int]], cou
         received: list[int] = []
         for part in server.stub.StreamGenerate(request(prompts[index], count, ignore_eos=True), timeout=100):
             if index == 0 and part.token_ids and not received:
-                os.kill(engine_of(server), signal.SIGKILL)
+                os.kill(rank or engine_of(server), signal.SIGKILL)
             received += part.token_ids
         return received
 
