@@ -26,13 +26,13 @@ CASES = [
 ]
 SLOW = [
     case([64, 97], (8, 2, 64), norm=False),
-    case([5, 300], (16, 2, 64), (1024, 512), 3),
     case([40, 200], (16, 2, 64), (512, 512), 1, page=16),
     case([40], (56, 8, 64), (512, 512), 1, page=128),
     case([40, 7], (4, 2, 128), (512, 5632), 1, "int8"),
 ]
 """With CASES: one and two rows, both head sizes, each scheme and page at least once."""
 FULL = [
+    case([5, 300], (16, 2, 64), (1024, 512), 3),
     *(each for each in decoder_layers.cases
       if not each.benchmark and each.name not in {x.name for x in (*CASES, *SLOW)}),
     *(case(contexts, scheme=scheme) for scheme in ("", "int8", "float8") for contexts in ([1, 64], [97, 128])),
