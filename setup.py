@@ -259,7 +259,9 @@ def build(library: Path, folder: Path) -> list[str]:
     compiler = find_compiler()
     wanted = wanted_isas(compiler)
     isas = {name: flags for name, flags in ISAS.items() if name in wanted and works(compiler, *flags)}
-    isas = isas or dict([list(ISAS.items())[-1]])  # a compiler that knows none of them
+    if not isas:  # the compiler knows none of them
+        *_, narrowest = ISAS
+        isas = {narrowest: ISAS[narrowest]}
     with TemporaryDirectory() as temporary:
         objects = compile_objects(compiler, folder, isas, temporary)
         linked = Path(temporary, library.name)

@@ -380,6 +380,16 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(
     assert library.source().decode() == setup_py.stamp(pieces, expected)
 
 
+def test_build_by_a_compiler_that_knows_no_wanted_set_has_the_set_of_every_processor(
+    setup_py: ModuleType, compiler: list[str], pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first, *_, base = setup_py.ISAS
+    monkeypatch.setenv("CXX", old_compiler(tmp_path, compiler, "-m*"))
+    monkeypatch.setenv("NATIVE_ISAS", first)
+    assert setup_py.build(tmp_path / "lib.so", pieces) == [base]
+    assert setup_py.is_current(tmp_path / "lib.so", pieces)
+
+
 def test_wanted_isas_are_the_fastest_of_the_processor_by_default(
     setup_py: ModuleType, compiler: list[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -53,7 +53,7 @@ def _names(name_of: Callable[[int], bytes | None]) -> list[str]:
 class Library:
     """The loaded library.
 
-    isas: instruction sets that both the library and the processor have, the widest first.
+    isas: instruction sets that both the library and the processor have, the widest first; none: not `available`.
     missing_isas: instruction sets of the processor that come before all of the library.
     isa: index of the set in use.
     compact: True if bfloat16 weights are packed compact where their shape allows it (packed.py).

@@ -192,7 +192,7 @@ def test_killed_rank_ends_the_group(ranks: Server, random_model: tuple[str, list
 
 @pytest.mark.full
 def test_stopped_rank_is_a_hang(ranks: Server, random_model: tuple[str, list[list[int]]]) -> None:
-    """By default: a stopped rank on CPUs (test_ranks.py)."""
+    """By default: a frozen engine (test_edge.py)."""
     restarts = ranks.metric("npuserve_engine_restarts_total")
     os.kill(ranks_of(ranks.process.pid)[0], signal.SIGSTOP)
     assert list(tokens(ranks, 1)) == random_model[1][:1]

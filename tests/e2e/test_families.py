@@ -12,7 +12,7 @@ from tests.e2e.processes import ids_while_the_engine_is_killed
 from tests.e2e.server import Server, request, serving
 from tests.npu.model.test_layers import Oracle, prompts, save
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # by default test_hybrid.py, whose layers have a fixed state too
+pytestmark = pytest.mark.full  # by default test_hybrid.py, whose layers have a fixed state too
 
 ROOT = Path(__file__).parents[2]
 

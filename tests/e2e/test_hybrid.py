@@ -34,7 +34,7 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module", params=[
     pytest.param((1, "off"), id="alone", marks=pytest.mark.full),
-    pytest.param((1, "suffix"), id="drafts", marks=pytest.mark.full),  # test_speculation.py: with another model
+    pytest.param((1, "suffix"), id="drafts", marks=pytest.mark.full),  # test_quantized.py: with another model
     pytest.param((1, "mtp"), id="head"),
     pytest.param((2, "off"), id="two ranks", marks=pytest.mark.full),
     pytest.param((2, "suffix"), id="two ranks, drafts", marks=pytest.mark.full),

@@ -88,11 +88,11 @@ def _keep_shapes() -> None:
     def find(sizes: tuple[int, ...]) -> _Shape:
         kept = shapes.get(sizes)
         if kept is None:
-            made = block_type.__new__(block_type)
-            init_type(made, core.int32, list(sizes))
+            block = block_type.__new__(block_type)
+            init_type(block, core.int32, list(sizes))
             value = tensor.__new__(tensor)
-            init_tensor(value, None, made)
-            kept = shapes[sizes] = _Shape(made.shape, str(made.shape), made.numel, value.shape, value.numel)
+            init_tensor(value, None, block)
+            kept = shapes[sizes] = _Shape(block.shape, str(block.shape), block.numel, value.shape, value.numel)
         return kept
 
     def init_kept_type(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:

@@ -41,7 +41,6 @@ def test_variants_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @built
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("place", [0, -1])
 def test_variants_of_a_hybrid_pass_on_the_cpu(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
@@ -92,7 +91,6 @@ def test_mixture_of_the_built_in_model_says_about_the_same(tmp_path: Path) -> No
     assert 0.5 < correlation_with_built_in_model(tmp_path / "experts") < 0.999
 
 
-@pytest.mark.slow
 @built
 @pytest.mark.full
 def test_int8_cache_passes_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """A server with a rank on each of two emulated NPUs: its tokens, and what happens when a rank hangs or dies.
 
 By default tests/npu/backends/ascend/test_ranks.py has steps of such ranks, tests/e2e/test_emulated_cuda.py a server of
-ranks with captured steps, and tests/e2e/test_ranks.py hangs and deaths on CPUs.
+ranks with captured steps, and tests/e2e/test_ranks.py deaths on CPUs.
 """
 
 from __future__ import annotations
