@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from npuserve.npu.step import TokenLogprobs
+from npuserve.service.errors import InvalidField
 from npuserve.service.ipc import messages
 from npuserve.service.ipc.messages import Output
 from npuserve.service.parsing.answer_parser import Parts
@@ -100,7 +101,8 @@ class ResponseBuilder:
     def add(self, outputs: Sequence[Output]) -> messages.Finish | None:
         """Add outputs of the engine, at least one. Return the engine's finish if it is among them.
 
-        Sets `keep` if a stop string is found. Do not add later outputs then.
+        Sets `keep` if a stop string is found. Do not add later outputs then. Raises InvalidField if the answer ends
+        before `token_offset`: the engine may have computed tokens after a stop string.
         """
         ids = outputs[0].token_ids if len(outputs) == 1 else [token for output in outputs for token in output.token_ids]
         for output in outputs:
@@ -218,6 +220,8 @@ class ResponseBuilder:
     def _skip_sent(self) -> None:
         """Remove from the first outputs the tokens that the client has, and their text unless it is parsed."""
         tokens = self._skip_tokens
+        if self.keep is not None and tokens > self.keep:
+            raise InvalidField("token_offset", f"must be in [0, {self.keep}], got {tokens}")
         self._skip_tokens = 0
         if self._detokenizer and self._parser is None:
             characters = self._detokenizer.client_characters

@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from npuserve.service import errors
 from npuserve.service.frontend import response_options
-from npuserve.service.ipc.messages import Resume, Submit
+from npuserve.service.ipc.messages import Finish, Record, Resume, Submit, Timing
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc
 from npuserve.v1 import generate_pb2 as pb
 from tests.client.counting import Proxy
@@ -56,6 +56,27 @@ async def test_resume_stream_continues_at_offset(folder: Path, caplog: pytest.Lo
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token="x")).read()
         assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_resume_beyond_the_stop_string(folder: Path) -> None:
+    """The engine has computed more tokens than the answer has: it was not cut in time."""
+    async with running(folder) as server:
+        call = server.inference.StreamGenerate(ask("a", 60, stop=["xy"]))
+        token = dict(await call.initial_metadata())["x-resume-token"]
+        _, _, finish = joined([part async for part in call])
+        assert (finish.matched_stop, finish.usage.generated_tokens) == ("xy", 24)
+        (sent,) = server.engine.got(Submit)
+        computed = Finish("length", 1, 0, 30, Timing(0.0, [], 0.0, 0.0, 0.0, 0.0))
+        server.engine.records[token] = Record(sent.request, list(range(1, 31)), finish=computed)
+        end = server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token=token, token_offset=24))
+        (last,) = [part async for part in end]
+        assert (last.text, last.offset, last.finish.matched_stop) == ("", 24, "xy")
+        for offset in (25, 30):
+            beyond = server.inference.ResumeStream(pb.ResumeStreamRequest(resume_token=token, token_offset=offset))
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await beyond.read()
+            assert failed.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert failed.value.details() == f"token_offset: must be in [0, 24], got {offset}"
 
 
 async def test_resume_anonymous_stream_from_another_address(tmp_path: Path) -> None:
