@@ -19,6 +19,7 @@ from prometheus_client import REGISTRY
 
 from npuserve.service.frontend import inference
 from npuserve.service.ipc.messages import Cancel, Submit
+from npuserve.service.requests.preparation import Kind, Preparation
 from npuserve.v1 import admin_service_pb2, inference_service_pb2_grpc, model_pb2, prompt_pb2, tokenize_pb2
 from npuserve.v1 import generate_pb2 as pb
 from tests.service.frontend.test_response import joined
@@ -331,6 +332,32 @@ async def test_engine_absent_is_unavailable_and_engine_death_is_a_pause(folder: 
         text, _, finish = joined(parts)
         assert text == (await whole_call).text == ("bcdefghijklmnopqrstuvwxyza" * 3)[:60]
         assert finish.usage.generated_tokens == 60
+
+
+async def test_prompt_whose_size_exceeds_the_context_is_refused_before_it_is_prepared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds, original = set(), Preparation.run
+
+    def run(self: Preparation, owner: str, kind: Kind, *args: Any) -> Any:
+        kinds.add(kind)
+        return original(self, owner, kind, *args)
+
+    monkeypatch.setattr(Preparation, "run", run)
+    async with running(folder) as server:
+        context = server.engine.info.max_model_len
+        text = "a" * (1 << 20)
+        for call, message, error in [
+            (server.inference.Generate, ask(text), "text: 1048576 bytes of text cannot fit"),
+            (server.inference.Generate, ask([1] * 4000), "token_ids: 4000 tokens of prompt are too many; "
+                                                         f"max_model_len {context} "),
+            (server.inference.Tokenize, tokenize_pb2.TokenizeRequest(text=text),
+             "text: 1048576 bytes of text cannot fit"),
+        ]:
+            with pytest.raises(grpc.aio.AioRpcError, match=error) as refused:
+                await call(message)
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert kinds == {"parse"}
 
 
 async def test_bug_is_internal_with_logged_id(
