@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SOURCE = sorted(file for folder in ("cli", "client", "common", "service", "npu", "kernels")
                 for file in (ROOT / folder).rglob("*.py"))

@@ -74,6 +74,7 @@ def test_every_value_is_in_a_case(tmp_path: Path) -> None:
     assert len(three) == 4
 
 
+@pytest.mark.slow
 def test_every_pair_of_values_of_a_kernel_is_in_a_case_for_every_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

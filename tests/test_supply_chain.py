@@ -91,6 +91,7 @@ FOUND = {
 """Rule of bandit -> source that it finds with our settings."""
 
 
+@pytest.mark.slow
 def test_bandit_with_our_settings_finds(tmp_path: Path) -> None:
     program = shutil.which("bandit") or shutil.which("bandit", path=str(Path(sys.executable).parent))
     if not program:

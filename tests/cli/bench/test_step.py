@@ -139,6 +139,7 @@ def test_bench_step_read_share_of_cached_weights_is_absent(
     assert row["read_ceiling_gbs"] > 0
 
 
+@pytest.mark.slow
 def test_bench_step_default_lengths_fit_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "--batch", "32", "--tokens", "1", "--json", *SMALL]) == 0
     row = json.loads(capsys.readouterr().out)

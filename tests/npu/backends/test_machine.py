@@ -101,6 +101,7 @@ def test_device_times_captured_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.seconds > 0
 
 
+@pytest.mark.slow
 def test_device_ceilings_count_copied_bytes() -> None:
     """On the test's clock each span takes a second."""
 

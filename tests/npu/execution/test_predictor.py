@@ -210,7 +210,9 @@ def disturbed(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[
+    "hybrid", "eagle head",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("hybrid with experts", "draft model"))])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     if not native.available():
         pytest.skip("the native kernels are not built")

@@ -538,8 +538,8 @@ def disturb(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("num_slots", [0, 6])
+@pytest.mark.parametrize(("num_slots", "seed"), [
+    (6, 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 0), (0, 1), (6, 1)))])
 def test_conversations_at_two_servers_are_answered_as_alone(num_slots: int, seed: int) -> None:
     """Conversations that grow by turns and change the server, with a store that delays, fails, loses values and becomes
     unavailable, corrupt slots, samples, cancels, pauses and flushes."""
