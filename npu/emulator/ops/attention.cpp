@@ -111,8 +111,9 @@ bool dense(const aclTensor *tensor) { return !tensor || view(tensor).is_contiguo
 // column of the (2048, 2048) mask. A wrong mask thus gives wrong numbers, as on the device.
 at::Tensor hidden(const at::Tensor &mask, int64_t queries, int64_t keys, int64_t shift) {
   const auto distance = (at::arange(keys).unsqueeze(0) - (at::arange(queries) + shift).unsqueeze(1)).clamp(-2047, 2047);
-  const auto flags = mask.reshape({2048, 2048}).to(at::kBool);
-  const auto by_distance = at::cat({flags.select(1, 0).slice(0, 1).flip(0), flags.select(0, 0)});  // -2047 ... 2047
+  const auto flags = mask.reshape({2048, 2048});
+  const auto by_distance =
+      at::cat({flags.select(1, 0).slice(0, 1).flip(0), flags.select(0, 0)}).to(at::kBool);  // -2047 ... 2047
   return by_distance.index_select(0, (distance + 2047).flatten()).reshape(distance.sizes());
 }
 
