@@ -82,7 +82,10 @@ int allocate(const char *name, void **address, size_t wanted, bool poisoned) {
   taken[at] = size;
   used += size;
   peak = std::max(peak, used);
-  if (poisoned) memset(at, 0xff, size);  // NaN in every floating type, -1 in the integers
+  if (poisoned) {
+    if (size % HUGE == 0) madvise(at, size, MADV_HUGEPAGE);  // a fault for each small page would take most of the time
+    memset(at, 0xff, size);                                  // NaN in every floating type, -1 in the integers
+  }
   *address = at;
   return 0;
 }
