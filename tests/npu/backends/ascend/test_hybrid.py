@@ -37,7 +37,7 @@ from tests.support import loop
 from tests.support.benches import bench
 from tests.support.oracle_drafts import drafting_of
 
-MEMORY = {"kv_cache_memory": 64 << 20}
+MEMORY = {"kv_cache_memory": 24 << 20}
 
 
 @contextmanager

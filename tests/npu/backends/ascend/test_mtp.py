@@ -30,7 +30,7 @@ from tests.support import loop
 from tests.support.recorded_drafting import RecordedDrafting, StoppedDrafting
 
 DEPTH = 3
-MEMORY: dict[str, Any] = {"kv_cache_memory": 64 << 20, "max_drafts": 16, "draft_depth": DEPTH}
+MEMORY: dict[str, Any] = {"kv_cache_memory": 24 << 20, "max_drafts": 16, "draft_depth": DEPTH}
 
 
 def on_npu(folder: Path, **settings: Any) -> Runner:
