@@ -179,6 +179,10 @@ struct Compact {
     }
 };
 
+#if !defined(NPUSERVE_BORROWED)  // linear.cpp compiles it
+extern template void with_tile(int, int, const BlockTile<Inner<DotBFloat16>::type> &);
+#endif
+
 struct CompactFloats : Floats<BFloat16> {
     typedef Compact Panels;
     using Floats<BFloat16>::Floats;

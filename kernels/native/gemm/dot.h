@@ -144,6 +144,18 @@ INLINE ivec broadcast(const char *x) {
     return v;
 }
 
+INLINE F broadcast_float(const char *x) {
+    F r;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    EACH(i) r.v[i] = (fvec)broadcast(x);
+#else
+    float number;
+    std::memcpy(&number, x, sizeof number);
+    r = set1(number);
+#endif
+    return r;
+}
+
 // Product of a word in steps that each need few registers beside the accumulators, and the form of x for the steps.
 //
 //   COUNT, X_BYTES  steps of a word, bytes of a word of x

@@ -56,7 +56,7 @@ struct Int8s {
     }
 
     struct Columns {
-        const Int8s &of;
+        Int8s of;  // a copy stays in registers between stores
         const float *x_scale;
         bool plain;  // no zeros and no bias
         F scale, bias;
@@ -194,13 +194,14 @@ struct KeepLargest {
     INLINE void prefetch(int64_t, int, int64_t, int64_t) const {}
     INLINE void operator()(int64_t row, int rows, int64_t column, const Acc *acc, int stride, int64_t n) const {
         auto made = value.columns(column, n);
+        const KeepLargest keep = *this;  // a copy stays in registers between stores
         for (int i = 0; i < rows; i++) {
-            F x = first(Of::Out::round(made(row + i, acc[i * stride])), counting - column, set1(-INFINITY));
-            if (const int32_t *mask = masks.of(row + i)) x = masks.apply(mask, column, x);
-            int64_t at = (row + i - first_row) * LANES;
+            F x = first(Of::Out::round(made(row + i, acc[i * stride])), keep.counting - column, set1(-INFINITY));
+            if (const int32_t *mask = keep.masks.of(row + i)) x = keep.masks.apply(mask, column, x);
+            int64_t at = (row + i - keep.first_row) * LANES;
             EACH(j) {
-                fvec_u &most = *reinterpret_cast<fvec_u *>(best + at + j * WIDTH);
-                ivec_u &id = *reinterpret_cast<ivec_u *>(ids + at + j * WIDTH);
+                fvec_u &most = *reinterpret_cast<fvec_u *>(keep.best + at + j * WIDTH);
+                ivec_u &id = *reinterpret_cast<ivec_u *>(keep.ids + at + j * WIDTH);
                 ivec larger = x.v[j] > most;
                 most = larger ? x.v[j] : most;
                 id = larger ? lane_numbers(j) + int32_t(column) : id;

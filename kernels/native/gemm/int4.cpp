@@ -171,8 +171,14 @@ struct Int4OnceTile : Tile<Dot> {
         typename By::W v[P];
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) v[p] = By::template get<S, ZEROS>(w[p], zeros[p]);
         _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) {
-            auto spread = Steps<Dot>::template spread<0>(x + r * this->x_stride + S * 4);
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Steps<Dot>::step(sums[r][p], v[p], spread);
+            const char *word = x + r * this->x_stride + S * 4;
+            if constexpr (By::PAIRS) {
+                auto spread = Steps<Dot>::template spread<0>(word);
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) Steps<Dot>::step(sums[r][p], v[p], spread);
+            } else {
+                F spread = broadcast_float(word);
+                _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) sums[r][p] = fma(v[p], spread, sums[r][p]);
+            }
         }
         if constexpr (S + 1 < By::COUNT) line<R, P, ZEROS, S + 1>(sums, x, w, zeros);
     }
@@ -338,12 +344,17 @@ struct Int4 : Int4Panels<D> {
     using Int4Panels<D>::Int4Panels;
     using Int4Panels<D>::groups;
 
+    // Without an instruction for bfloat16, x is in float32 (Steps), and both dtypes have the same tiles.
+    typedef typename Inner<Dot>::type OnceDot;
 #if defined(__AMX_TILE__)
-    typedef std::conditional_t<BY_TILES<Dot>, Int4TileOrderOnceTile<Dot>, Int4OnceTile<Dot>> Once;
+    typedef std::conditional_t<BY_TILES<Dot>, Int4TileOrderOnceTile<OnceDot>, Int4OnceTile<OnceDot>> Once;
 #else
-    typedef Int4OnceTile<Dot> Once;
+    typedef Int4OnceTile<OnceDot> Once;
 #endif
-    INLINE Once once(const Tile<Dot> &tile, const char *const *next) const { return {tile, groups, next}; }
+    INLINE Once once(const Tile<Dot> &tile, const char *const *next) const {
+        return {{tile.x, tile.x_stride, tile.words * Inner<Dot>::WORDS, tile.panels, tile.acc, tile.acc_stride, tile.fresh},
+                groups, next};
+    }
     template <class TileDot, bool>
     INLINE Int4BlockTile<TileDot> in_block(const Tile<TileDot> &tile, const SpreadPrefetch &ahead) const {
         return {tile, groups.group / TileDot::PER_WORD, ahead};

@@ -62,8 +62,11 @@ INLINE void start_group(I (&sums)[R][P], const char *x_sums, int64_t x_stride, i
         int32_t first = 0;
         if (CODE_OFFSET) {
             const int32_t *of_row = reinterpret_cast<const int32_t *>(x_sums + r * x_stride);
-            first = of_row[0];
-            for (int64_t i = 1; i < parts; i++) first += of_row[i];
+            static_assert(Int4Panels<DotInt4Int8>::MAX_GROUP == 4 * SUMMED, "up to four parts");
+            first = of_row[0];  // not a loop, which compilers would vectorize for any number of parts
+            if (parts > 1) first += of_row[1];
+            if (parts > 2) first += of_row[2];
+            if (parts > 3) first += of_row[3];
         }
         _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) EACH(i) sums[r][p].v[i] = ivec{} + first;
     }
@@ -150,13 +153,13 @@ struct Int4Int8BlockTile : Tile<DotInt4Int8> {
             F scale[P];
             start_group(sums, x_sums, x_stride, parts);
             x_sums += parts * 4;
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
-                scale[p] = load(reinterpret_cast<const float *>(w[p]));
-                w[p] += PANEL_WORD_BYTES;
-            }
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += PANEL_WORD_BYTES;
             tile<DotInt8, R, P>(sums, x, x_stride, w, count, fetch);
             x += count * X_WORD_BYTES;
-            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) w[p] += count * PANEL_WORD_BYTES;
+            _Pragma("GCC unroll 4") for (int p = 0; p < P; p++) {
+                scale[p] = load(reinterpret_cast<const float *>(w[p] - PANEL_WORD_BYTES));
+                w[p] += count * PANEL_WORD_BYTES;
+            }
             add_group(acc, acc_stride, sums, scale);
         }
     }

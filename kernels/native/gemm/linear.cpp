@@ -111,6 +111,11 @@ typedef Unpack<int8_t, DotInt8> UnpackInt8;
     KERNEL(name "/float32", type<Floats<Float32>>), KERNEL(name "/bfloat16", type<Floats<BFloat16>>), \
         KERNEL(name "_int8/float32", type<Int8s<Float32>>), KERNEL(name "_int8/bfloat16", type<Int8s<BFloat16>>)
 
+#if !defined(__AMX_TILE__)  // compact.cpp and nibbles.cpp call these, too
+template void with_tile(int, int, const BlockTile<Inner<DotBFloat16>::type> &);
+template void with_tile(int, int, const BlockTile<DotInt8> &);
+#endif
+
 extern const Kernel LINEAR[] = {
     BY_OPERANDS("linear", Linear),
     BY_OPERANDS("linear_swiglu", LinearSwiglu),

@@ -106,6 +106,8 @@ struct StepsOf<Nibbles> {
 };
 #endif
 
+extern template void with_tile(int, int, const BlockTile<DotInt8> &);  // linear.cpp compiles it
+
 template <class D>
 struct NibblesInt8s : Int8s<D> {
     typedef Nibbles Panels;

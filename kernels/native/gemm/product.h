@@ -74,15 +74,19 @@ struct OnceTile : Tile<Dot> {
         typename Dot::Acc acc[R][P];
         this->start(acc);
         const char *w[P], *x = this->x;
-        int64_t words = this->words, last = FETCH<R> ? std::min(words, AHEAD / PANEL_WORD_BYTES) : 0;
         RunPrefetch<FETCH<R> ? P : 0> ahead = {{}, PANEL_WORD_BYTES};
         for (int p = 0; p < P; p++) w[p] = this->panels[p];
-        if constexpr (FETCH<R>)
+        if constexpr (!FETCH<R>) {
+            tile<Dot, R, P>(acc, x, this->x_stride, w, this->words, ahead);
+        } else {
+            int64_t last = std::min(this->words, AHEAD / PANEL_WORD_BYTES), words = this->words - last;
             for (int p = 0; p < P; p++) ahead.at[p] = w[p] + AHEAD;
-        tile<Dot, R, P>(acc, x, this->x_stride, w, words - last, ahead);
-        if constexpr (FETCH<R>) {
-            for (int p = 0; p < P; p++) w[p] += (words - last) * PANEL_WORD_BYTES, ahead.at[p] = next[p];
-            tile<Dot, R, P>(acc, x + (words - last) * Steps<Dot>::X_BYTES, this->x_stride, w, last, ahead);
+            _Pragma("GCC unroll 1") for (int part = 0; part < 2; part++) {  // one copy of the loop for both parts
+                tile<Dot, R, P>(acc, x, this->x_stride, w, words, ahead);
+                x += words * Steps<Dot>::X_BYTES;
+                for (int p = 0; p < P; p++) w[p] += words * PANEL_WORD_BYTES, ahead.at[p] = next[p];
+                words = last;
+            }
         }
         this->store(acc);
     }
@@ -114,13 +118,19 @@ INLINE void with_panels(int p, const Function &f) {
     f.template run<R, P>();
 }
 
-// Calls f.template run<R, P>() with run-time sizes 1 <= r <= ONCE_ROWS, 1 <= p <= widest_tile(r).
-template <int R = ONCE_ROWS, class Function>
-INLINE void with_tile(int r, int p, const Function &f) {
+template <int R, class Function>
+INLINE void with_rows(int r, int p, const Function &f) {
     if constexpr (R > 1) {
-        if (r < R) return with_tile<R - 1>(r, p, f);
+        if (r < R) return with_rows<R - 1>(r, p, f);
     }
     with_panels<R, widest_tile(R)>(p, f);
+}
+
+// Calls f.template run<R, P>() with run-time sizes 1 <= r <= ONCE_ROWS, 1 <= p <= widest_tile(r). Not inlined: each kernel
+// would have the branches for all sizes.
+template <class Function>
+__attribute__((noinline)) void with_tile(int r, int p, const Function &f) {
+    with_rows<ONCE_ROWS>(r, p, f);
 }
 
 // Panels of plain words. Interface of a form of weights, which is made of the op:
@@ -344,8 +354,8 @@ struct Unit {
     // Returns the accumulators of a tile's panels, row after row.
     INLINE Acc *acc_of(int64_t panel) const { return acc + (panel - first) * rows; }
 
-    // Stores `count` rows, from row `begin` of the unit on, of p panels.
-    INLINE void put(int64_t panel, int p, int64_t begin, int64_t count, const Acc *from) const {
+    // Stores `count` rows, from row `begin` of the unit on, of p panels. Not inlined, since it is long.
+    __attribute__((noinline)) void put(int64_t panel, int p, int64_t begin, int64_t count, const Acc *from) const {
         bool whole = (panel + p) * LANES <= call.op.n[2];
         for (int j = 0; j < p; j += Take::PAIRED ? 2 : 1) {
             int64_t column = (panel + j) / (Take::PAIRED ? 2 : 1) * LANES;

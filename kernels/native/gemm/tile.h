@@ -4,6 +4,7 @@
 // depend on other rows. See dot.h for words and panels.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "gemm/dot.h"
@@ -115,7 +116,7 @@ INLINE int64_t tile_word_pairs(I (&acc)[R][1], const char *x, int64_t x_stride, 
 #endif
 
 // acc[R][P] += x . w over `words` words. Row r of x is at x + r * x_stride bytes, word k of panel p at
-// w[p] + k * PANEL_WORD_BYTES. ahead(k) is called before each group of Ahead::EVERY words; see RunPrefetch and
+// w[p] + k * PANEL_WORD_BYTES. ahead(k) is called before each group of Ahead::EVERY words and the rest; see RunPrefetch and
 // SpreadPrefetch.
 template <class Dot, int R, int P, class Ahead>
 INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride, const char *const (&w)[P], int64_t words,
@@ -133,11 +134,11 @@ INLINE void tile(typename Dot::Acc (&acc)[R][P], const char *x, int64_t x_stride
     if constexpr (Ahead::EVERY == 1) {
         while (k < words) ahead(k), step();
     } else {
-        for (int64_t end = k + Ahead::EVERY; end <= words; end += Ahead::EVERY) {
+        while (k < words) {
+            int64_t end = std::min(k + Ahead::EVERY, words);
             ahead(k);
             _Pragma("GCC unroll 1") while (k < end) step();  // unrolled, the code of all tiles would be eight times as long
         }
-        while (k < words) step();
     }
 }
 
