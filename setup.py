@@ -37,6 +37,8 @@ PROCESSOR = "runtime/processor.cpp"
 """Source that detects the processor's instruction sets; it needs none of the others."""
 ONCE = ("lengths.cpp", "memory.cpp", "pool.cpp", "processor.cpp", "tables.cpp")
 """Sources that are compiled once. Others are compiled for each instruction set."""
+SLOWEST = ("int4.cpp", "linear.cpp", "attention.cpp", "compact.cpp", "int4_int8.cpp", "rope.cpp", "nibbles.cpp")
+"""Sources that compile longest, the longest first. They begin first, so that all processors end together."""
 _ROWS = ("convolution.cpp", "delta.cpp", "experts.cpp", "ranks.cpp", "rope.cpp", "sample.cpp", "uniform.cpp",
          "vocabulary.cpp")
 LEFT_OUT = {"avx512_amx": _ROWS, "avx2_vnni": (*_ROWS, "rowwise.cpp", "attention.cpp", "compact.cpp", "int4.cpp")}
@@ -221,8 +223,10 @@ def compile_objects(
     Raises BuildError.
     """
     defines = [f"-DHAS_{name}" for name in isas] + [f'-DNPUSERVE_SOURCE="{stamp(folder, isas)}"']
-    files = sorted(sources(folder, "*.cpp"), key=lambda file: -file.stat().st_size)  # the longest build first
-    units = [(file, defines) for file in files if file.name in ONCE]
+    slow_first = {name: place for place, name in enumerate(SLOWEST)}
+    files = sorted(sources(folder, "*.cpp"),
+                   key=lambda file: (slow_first.get(file.name, len(SLOWEST)), -file.stat().st_size))
+    units: list[tuple[Path, list[str]]] = []
     for file in files:
         if file.name not in ONCE:
             units += [(file, [f"-DNPUSERVE_ISA={name}", *flags]) for name, flags in isas.items()
@@ -230,28 +234,32 @@ def compile_objects(
             units += [(file, ["-DNPUSERVE_BORROWED", f"-DNPUSERVE_ISA={narrower}", *ISAS[narrower]])
                       for name, narrower in NARROWER.items() if name in isas and narrower not in isas
                       and file.name in (*LEFT_OUT[name], *IN_BOTH.get(name, ()))]
-    kept = Path(os.environ.get("NATIVE_OBJECTS") or into)
-    version = run([*compiler, "--version"])
+    units += [(file, defines) for file in files if file.name in ONCE]
+    kept = os.environ.get("NATIVE_OBJECTS")
+    version = run([*compiler, "--version"]) if kept else ""
 
-    def compiled(file: Path, flags: Iterable[str]) -> str:
+    def compiled(number: int, file: Path, flags: Iterable[str]) -> str:
         """Return the path of the object of one source."""
-        options = [*FLAGS, *extra, *flags]
+        command = [*compiler, *FLAGS, *extra, *flags, f"-I{folder}"]
+        made = Path(into, f"{number}-{file.stem}.o")
+        if not kept:
+            run([*command, "-c", str(file), "-o", str(made)])
+            return str(made)
         # Without `folder`, so that every checkout of the same sources reuses the objects.
-        key = hashlib.sha256(f"{version}\0{compiler, options}".encode())
-        rule = run([*compiler, *options, f"-I{folder}", "-MM", str(file)])  # "linear.o: linear.cpp gemm/tile.h …"
+        key = hashlib.sha256(f"{version}\0{compiler, command[len(compiler):-1]}".encode())
+        rule = run([*command, "-MM", str(file)])  # "linear.o: linear.cpp gemm/tile.h …"
         for included in prerequisites(rule):
             _add_file(key, included, folder)
-        made = kept / f"{file.stem}-{key.hexdigest()}.o"
-        if not made.exists():
-            part = Path(into, f"{made.stem}.part")
-            run([*compiler, *options, f"-I{folder}", "-c", str(file), "-o", str(part)])
-            kept.mkdir(parents=True, exist_ok=True)
-            shutil.copy(part, complete := made.with_suffix(f".{os.getpid()}"))
-            complete.replace(made)
-        return str(made)
+        reused = Path(kept, f"{file.stem}-{key.hexdigest()}.o")
+        if not reused.exists():
+            run([*command, "-c", str(file), "-o", str(made)])
+            reused.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(made, complete := reused.with_suffix(f".{os.getpid()}"))
+            complete.replace(reused)
+        return str(reused)
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        return list(threads.map(lambda unit: compiled(*unit), units))
+        return list(threads.map(compiled, range(len(units)), *zip(*units, strict=True)))
 
 
 def build(library: Path, folder: Path) -> list[str]:

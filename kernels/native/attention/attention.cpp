@@ -25,9 +25,33 @@
 namespace npuserve {
 namespace NPUSERVE_ISA {
 
+// Scores and weighted sums of rows [from, count) over runs. They depend on the cache by Sums alone, so that both dtypes of
+// activations share them.
+template <class Sums, class By, class Height, int64_t PER, class Fetch>
+ONE_COPY void product_of_keys(const Shape &s, const typename Sums::X *q, const float *q_scales, const Run &keys, int64_t stride,
+                              int64_t panel_stride, int64_t from, int64_t count, const Visibility &visible, float *scores,
+                              const Fetch &ahead) {
+    int64_t dim_bytes = s.dim * int64_t(sizeof(*q));
+    for_tiles<Height>(
+        count - from, ceil_div<int64_t>(keys.tokens, LANES),
+        Scores<Sums, By, Fetch>{reinterpret_cast<const char *>(q) + from * dim_bytes, q_scales + from, dim_bytes, s.dim / PER,
+                                stride, panel_stride, keys, scores + from * SPLIT, visible, 0, 0, ahead});
+}
+template <class Sums, class By, class Height, int64_t PER, class Fetch>
+ONE_COPY void product_of_values(const Shape &s, const typename Sums::X *weights, const float *weight_scales, const Run *values,
+                                int64_t begin, int64_t end, int64_t runs, int64_t stride, int64_t panels, int64_t from,
+                                int64_t count, float *to, const Merging &merging, const Visibility &visible,
+                                const Fetch &ahead) {
+    for_tiles<Height>(
+        count - from, panels,
+        Weighted<Sums, By, PER, Fetch>{reinterpret_cast<const char *>(weights + from * SPLIT), weight_scales + from, values,
+                                       begin, end, runs, stride, panels, s.padded_dim, to, merging, visible, 0, 0, ahead});
+}
+
 template <class C>
 struct Attention {
     typedef typename C::Activation D;
+    typedef typename C::Sums Sums;
     typedef typename D::type T;
     typedef typename C::X X;
     typedef typename C::Dot Dot;
@@ -203,8 +227,8 @@ struct Attention {
             gathered_scores(s, work, keys, runs, values, value_runs, from, count, visible);
         else
             for (int64_t i = 0; i < runs; i++)
-                scores<Dot, Tiles, PER_WORD>(
-                    s, work, keys[i], s.key_stride<C>(), s.key_panel<C>(), from, count, visible,
+                product_of_keys<Sums, Dot, Tiles, PER_WORD>(
+                    s, work.q, work.q_scales, keys[i], s.key_stride<C>(), s.key_panel<C>(), from, count, visible, work.scores,
                     !few ? none : i + 1 < runs ? keys_ahead(s, keys[i + 1]) : values_ahead(s, values[0]));
         for (int64_t i = 0; i < runs; i++)
             C::value_scales(value_scales[i], keys[i].tokens, work.value_scales + keys[i].first);
@@ -253,8 +277,8 @@ struct Attention {
             return gathered_weighted(s, work, values, value_runs, item, head, begin + SPLIT, from, count, to, merging, visible);
         int64_t step = few ? 1 : value_runs;  // one block at a time, or all of them in registers
         for (int64_t i = 0; i < value_runs; i += step)
-            weighted<Dot, Tiles, PER_WORD>(
-                s, work, values, i, i + step, value_runs, s.value_stride<C>(), s.padded_dim / LANES, from, count, to,
+            product_of_values<Sums, Dot, Tiles, PER_WORD>(
+                s, work.weights, work.weight_scales, values, i, i + step, value_runs, s.value_stride<C>(), s.padded_dim / LANES, from, count, to,
                 merging, visible, !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after);
     }
 
@@ -269,8 +293,9 @@ struct Attention {
             for (int64_t i = 0; i < value_runs; i++) next.add(values_ahead(s, values[i]));
             next.spread(s.padded_dim * visible.tokens * C::WORD / PER_WORD, made * ManyTiles::count(count - from));
             for (int64_t i = 0; i < made; i++)
-                scores<typename G::Dot, ManyTiles, G::PER_WORD>(
-                    s, work, gathered[i], G::STRIDE, G::Dot::PANEL, from, count, visible, ByTile{&next});
+                product_of_keys<Sums, typename G::Dot, ManyTiles, G::PER_WORD>(
+                    s, work.q, work.q_scales, gathered[i], G::STRIDE, G::Dot::PANEL, from, count, visible, work.scores,
+                    ByTile{&next});
         }
     }
     // Weighted sums over gathered values. The keys of the next split, from `next_split` on, are prefetched meanwhile.
@@ -292,32 +317,11 @@ struct Attention {
             for (int64_t panel = 0; panel < panels; panel += GROUP, to += GROUP * LANES)
                 for (int64_t i = 0; i < made; i++) {
                     int64_t here = std::min<int64_t>(GROUP, panels - panel);
-                    weighted<typename G::Dot, ManyTiles, G::PER_WORD>(
-                        s, work, gathered, i, i + 1, made, G::STRIDE, here, from, count, to, merging, visible, ByTile{&next});
+                    product_of_values<Sums, typename G::Dot, ManyTiles, G::PER_WORD>(
+                        s, work.weights, work.weight_scales, gathered, i, i + 1, made, G::STRIDE, here, from, count, to, merging, visible, ByTile{&next});
                     gathered[i].at += G::CHUNK * G::STRIDE;
                 }
         }
-    }
-
-    template <class By, class Height, int64_t PER, class Fetch>
-    static ONE_COPY void scores(const Shape &s, const UnitScratch &work, const Run &keys, int64_t stride,
-                                int64_t panel_stride, int64_t from, int64_t count, const Visibility &visible,
-                                const Fetch &ahead) {
-        int64_t dim_bytes = s.dim * int64_t(sizeof(X));
-        for_tiles<Height>(
-            count - from, ceil_div<int64_t>(keys.tokens, LANES),
-            Scores<typename C::Sums, By, Fetch>{reinterpret_cast<const char *>(work.q) + from * dim_bytes, work.q_scales + from,
-                                 dim_bytes, s.dim / PER, stride, panel_stride, keys, work.scores + from * SPLIT, visible, 0, 0, ahead});
-    }
-    template <class By, class Height, int64_t PER, class Fetch>
-    static ONE_COPY void weighted(const Shape &s, const UnitScratch &work, const Run *values, int64_t begin, int64_t end,
-                                  int64_t runs, int64_t stride, int64_t panels, int64_t from, int64_t count, float *to,
-                                  const Merging &merging, const Visibility &visible, const Fetch &ahead) {
-        for_tiles<Height>(
-            count - from, panels,
-            Weighted<typename C::Sums, By, PER, Fetch>{reinterpret_cast<const char *>(work.weights + from * SPLIT),
-                                        work.weight_scales + from, values, begin, end, runs, stride, panels,
-                                        s.padded_dim, to, merging, visible, 0, 0, ahead});
     }
 
     static Prefetch keys_ahead(const Shape &s, const Run &run) {

@@ -147,6 +147,14 @@ INLINE float largest_magnitude(const typename D::type *x, int64_t size) {
     return lane_max(most);
 }
 
+// Sums of products with a plain cache.
+template <class Operand>
+struct PlainSums {
+    typedef Operand X;
+    static INLINE F score(F sum, float, const uint16_t *) { return sum; }
+    static INLINE F weighted(F sum, float) { return sum; }
+};
+
 // Interface of PlainCache and Int8Cache:
 //   Number, WORD, PER_WORD, Dot: type of a stored number, bytes of a word, numbers to a word, the product. X: type of
 //     queries and weights in the product. ABSORBS: a weight of 0 makes 0 of any stored number.
@@ -158,12 +166,12 @@ INLINE float largest_magnitude(const typename D::type *x, int64_t size) {
 //   value_scales: reads the scales of n tokens, for Weights. copy_scales: copies the scales of n tokens.
 //   Sums: class that has X, score and weighted, the same for all activations that share tiles.
 template <class D>
-struct PlainCache {
-    typedef PlainCache Sums;
+struct PlainCache : PlainSums<typename Product<D>::X> {
+    typedef PlainSums<typename Product<D>::X> Sums;
+    typedef typename Sums::X X;
     typedef D Activation;
     typedef typename D::type Number;
     typedef typename Product<D>::Dot Dot;
-    typedef typename Product<D>::X X;
     static constexpr int64_t WORD = 4, PER_WORD = D::PER_WORD;
     static constexpr bool ABSORBS = false;
 
@@ -177,8 +185,6 @@ struct PlainCache {
         }
         return 1;
     }
-    static INLINE F score(F sum, float, const uint16_t *) { return sum; }
-    static INLINE F weighted(F sum, float) { return sum; }
     static INLINE void prefetch_scales(const uint16_t *, int64_t) {}
     static INLINE void value_scales(const uint16_t *, int64_t, float *) {}
     static INLINE void copy_scales(const uint16_t *, int64_t, uint16_t *) {}
