@@ -545,6 +545,26 @@ def test_build_with_kept_objects_compiles_only_changes(
 
 
 @pytest.mark.usefixtures("compiler")
+def test_build_without_kept_objects_runs_the_compiler_once_a_unit(
+    setup_py: ModuleType, pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("NATIVE_OBJECTS", raising=False)
+    commands: list[list[str]] = []
+    run = setup_py.run
+    monkeypatch.setattr(setup_py, "run", lambda command, source=None: (
+        commands.append(command), run(command, source))[1])
+    isas = setup_py.build(tmp_path / "lib.so", pieces)
+    units = [Path(command[command.index("-c") + 1]).name for command in commands if "-c" in command]
+    assert sorted(units) == sorted(["pool.cpp", "tables.cpp", *["apart.cpp", "group.cpp"] * len(isas)])
+    assert not [command for command in commands if "-MM" in command]
+
+
+def test_sources_that_compile_first_or_once_exist(setup_py: ModuleType):
+    names = {file.name for file in setup_py.sources(ROOT / setup_py.SOURCES, "*.cpp")}
+    assert {*setup_py.SLOWEST, *setup_py.ONCE} <= names
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(("text", "said"), [
     ("int broken", "error: expected"),
     ("int missing(); namespace NPUSERVE_ISA { int number() { return missing(); } }", "undefined"),
