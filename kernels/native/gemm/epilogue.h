@@ -210,6 +210,22 @@ struct KeepLargest {
     }
 };
 
+// Writes the largest of each row's 16 lanes, and the first of the columns that have it. Not inlined, so that the kernels of
+// a source share it.
+__attribute__((noinline)) inline void put_largest(const float *best, const int32_t *ids, int64_t rows, float *to,
+                                                  int32_t *id_to) {
+    for (int64_t r = 0; r < rows; r++) {
+        float largest = -INFINITY;
+        int32_t id = INT32_MAX;
+        for (int i = 0; i < LANES; i++) {
+            float b = best[r * LANES + i];
+            int32_t c = ids[r * LANES + i];
+            if (b > largest || (b == largest && c < id)) largest = b, id = c;
+        }
+        to[r] = largest, id_to[r] = id;
+    }
+}
+
 template <class Of>
 struct LinearArgmax {
     static int64_t units(const Call &call) { return split_of<Of>(call).units(); }
@@ -226,18 +242,8 @@ struct LinearArgmax {
         for (int64_t i = 0; i < rows * LANES; i++) best[i] = -INFINITY, ids[i] = INT32_MAX;
         KeepLargest<Of> keep{Of(op), best, ids, op.n[3], row, Masks(op, Of::POINTERS, op.n[4])};
         UnitOf<Of, KeepLargest<Of>>(call, split, unit, keep, memory).run();
-        for (int64_t r = 0; r < rows; r++) {
-            float largest = -INFINITY;
-            int32_t id = INT32_MAX;
-            for (int i = 0; i < LANES; i++) {
-                float b = best[r * LANES + i];
-                int32_t c = ids[r * LANES + i];
-                if (b > largest || (b == largest && c < id)) largest = b, id = c;
-            }
-            int64_t at = split.panel_group(unit) * call.rows + row + r;
-            op.at<float>(3)[at] = largest;
-            op.at<int32_t>(4)[at] = id;
-        }
+        int64_t at = split.panel_group(unit) * call.rows + row;
+        put_largest(best, ids, rows, op.at<float>(3) + at, op.at<int32_t>(4) + at);
     }
 };
 
