@@ -552,7 +552,7 @@ def test_build_without_kept_objects_runs_the_compiler_once_a_unit(
     commands: list[list[str]] = []
     run = setup_py.run
     monkeypatch.setattr(setup_py, "run", lambda command, source=None: (
-        commands.append(command), run(command, source))[1])
+        commands.extend([command]), run(command, source))[1])
     isas = setup_py.build(tmp_path / "lib.so", pieces)
     units = [Path(command[command.index("-c") + 1]).name for command in commands if "-c" in command]
     assert sorted(units) == sorted(["pool.cpp", "tables.cpp", *["apart.cpp", "group.cpp"] * len(isas)])
