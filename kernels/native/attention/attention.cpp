@@ -367,7 +367,7 @@ struct AttentionMerge {
     }
 };
 
-#if !defined(NPUSERVE_BORROWED)  // a table that has these kernels of avx512_bf16 has its own ones for bfloat16
+#if !defined(NPUSERVE_BORROWED) || !BF16_DOT  // a table that has these kernels of avx512_bf16 has its own for bfloat16
 extern const Kernel ATTENTION_BFLOAT16[] = {
     KERNEL("attention/bfloat16", AttentionPlain<BFloat16>),
     {nullptr, nullptr, nullptr},
