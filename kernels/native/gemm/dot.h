@@ -144,10 +144,12 @@ INLINE ivec broadcast(const char *x) {
     return v;
 }
 
+// Loads the number at x into every lane.
 INLINE F broadcast_float(const char *x) {
     F r;
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    EACH(i) r.v[i] = (fvec)broadcast(x);
+    fvec all = (fvec)broadcast(x);
+    EACH(i) r.v[i] = all;
 #else
     float number;
     std::memcpy(&number, x, sizeof number);
