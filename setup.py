@@ -241,10 +241,10 @@ def compile_objects(
     def compiled(number: int, file: Path, flags: Iterable[str]) -> str:
         """Return the path of the object of one source."""
         command = [*compiler, *FLAGS, *extra, *flags, f"-I{folder}"]
-        made = Path(into, f"{number}-{file.stem}.o")
+        target = Path(into, f"{number}-{file.stem}.o")
         if not kept:
-            run([*command, "-c", str(file), "-o", str(made)])
-            return str(made)
+            run([*command, "-c", str(file), "-o", str(target)])
+            return str(target)
         # Without `folder`, so that every checkout of the same sources reuses the objects.
         key = hashlib.sha256(f"{version}\0{compiler, command[len(compiler):-1]}".encode())
         rule = run([*command, "-MM", str(file)])  # "linear.o: linear.cpp gemm/tile.h …"
@@ -252,9 +252,9 @@ def compile_objects(
             _add_file(key, included, folder)
         reused = Path(kept, f"{file.stem}-{key.hexdigest()}.o")
         if not reused.exists():
-            run([*command, "-c", str(file), "-o", str(made)])
+            run([*command, "-c", str(file), "-o", str(target)])
             reused.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(made, complete := reused.with_suffix(f".{os.getpid()}"))
+            shutil.copy(target, complete := reused.with_suffix(f".{os.getpid()}"))
             complete.replace(reused)
         return str(reused)
 

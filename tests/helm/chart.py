@@ -62,11 +62,11 @@ def _helm_and_chart() -> str:
 
 def _digest(*parts: str | Path) -> str:
     """Return the digest of texts and of contents of files."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part.read_bytes()
-        found.update(b"%d:%b" % (len(data), data))
-    return found.hexdigest()
+        digest.update(b"%d:%b" % (len(data), data))
+    return digest.hexdigest()
 
 
 PRODUCTION: Object = {

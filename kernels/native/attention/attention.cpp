@@ -278,8 +278,8 @@ struct Attention {
         int64_t step = few ? 1 : value_runs;  // one block at a time, or all of them in registers
         for (int64_t i = 0; i < value_runs; i += step)
             product_of_values<Sums, Dot, Tiles, PER_WORD>(
-                s, work.weights, work.weight_scales, values, i, i + step, value_runs, s.value_stride<C>(), s.padded_dim / LANES, from, count, to,
-                merging, visible, !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after);
+                s, work.weights, work.weight_scales, values, i, i + step, value_runs, s.value_stride<C>(), s.padded_dim / LANES,
+                from, count, to, merging, visible, !few ? none : i + 1 < value_runs ? values_ahead(s, values[i + 1]) : after);
     }
 
     // Scores of many rows over gathered keys. The values of the split are prefetched meanwhile.
@@ -318,7 +318,8 @@ struct Attention {
                 for (int64_t i = 0; i < made; i++) {
                     int64_t here = std::min<int64_t>(GROUP, panels - panel);
                     product_of_values<Sums, typename G::Dot, ManyTiles, G::PER_WORD>(
-                        s, work.weights, work.weight_scales, gathered, i, i + 1, made, G::STRIDE, here, from, count, to, merging, visible, ByTile{&next});
+                        s, work.weights, work.weight_scales, gathered, i, i + 1, made, G::STRIDE, here, from, count, to,
+                        merging, visible, ByTile{&next});
                     gathered[i].at += G::CHUNK * G::STRIDE;
                 }
         }
