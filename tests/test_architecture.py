@@ -335,6 +335,29 @@ def test_front_end_never_imports_torch_or_the_grammar_library():
                 if i.split(".")[0] in ("torch", "torch_npu", "llguidance")]
 
 
+def test_files_read_by_steps_are_all_that_their_tests_import():
+    """.ci/run does not repeat tests of kernels and steps whose files are unchanged. Names of modules in strings count."""
+    script = (ROOT / ".ci" / "run").read_text()
+    functions = [re.search(rf"^{function}\(\) {{\n.*?^}}", script, re.MULTILINE | re.DOTALL)
+                 for function in ("checksums", "files_read_by_steps")]
+    command = "\n".join(["pip() { true; }", *(match[0] for match in functions if match), "files_read_by_steps"])
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    listed = {ROOT / line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
+    names = modules() | {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+                         for f in (ROOT / "tests").rglob("*.py")}
+    folders = (ROOT / "tests" / "kernels", ROOT / "tests" / "npu")
+    reached: set[Path] = set()
+    ahead = [f for folder in folders for f in folder.rglob("*.py") if "ascend" in f.name or "backends" in f.parts]
+    while ahead:
+        file = ahead.pop()
+        if file not in reached:
+            reached.add(file)
+            texts = {n.value for n in ast.walk(syntax(file)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            ahead += [names[module] for module in {*imports(file), *texts} & names.keys()]
+    assert len(reached) > 200
+    assert not {name(file) for file in reached - listed}
+
+
 def test_import_graph_is_up_to_date():
     page = (ROOT / "docs" / "architecture.md").read_text()
     done = subprocess.run([sys.executable, ROOT / "docs" / "import_graph.py"], capture_output=True, text=True)
