@@ -129,6 +129,9 @@ bool has_stream();                                          // one more stream c
 bool unsafe_is_forbidden();                                 // for this thread: aclrtMemcpy and aclrtMemset
 
 // log.cpp
+// Lets the threads that the caller starts before its next call sleep up to 5 ms longer than asked. After it has made a
+// stream, torch_npu starts a thread that sleeps 1 us at a time while it has no work: a tenth of a core.
+void relax_timers();
 void ran(const char *name, int stream);  // appends a task to the task log, if it is on
 int injected(const char *name);     // error code of the fault injected into this call; 0 for none
 

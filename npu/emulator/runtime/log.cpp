@@ -2,6 +2,7 @@
 // ctypes.
 #include <fnmatch.h>
 #include <pthread.h>
+#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -39,11 +40,17 @@ std::atomic<bool> armed{false};
 std::set<std::string> relaxed, defects, names;
 std::atomic<bool> defective{false};
 thread_local std::string recent;
+thread_local bool lazy_timers = false;
+constexpr unsigned long timer_slack = 5'000'000;  // ns
 
 // Not kept per thread, since it changes in a forked process.
 int64_t thread_id() { return syscall(SYS_gettid); }
 
 void log(const char *name) {
+  if (lazy_timers) {
+    lazy_timers = false;
+    prctl(PR_SET_TIMERSLACK, 0);
+  }
   std::lock_guard<std::mutex> guard(lock);
   if (calls.size() < kept)
     calls.push_back({name, thread_id()});
@@ -77,6 +84,11 @@ int injected(const char *name) {
     return fail(fault.code, "%s: a fault was injected, error code %d", name, fault.code);
   }
   return 0;
+}
+
+void relax_timers() {
+  lazy_timers = true;
+  prctl(PR_SET_TIMERSLACK, timer_slack);
 }
 
 int enter(const char *name) {
