@@ -6,13 +6,15 @@ process that only interprets they can stay. Another 0.25 is a check of integers 
 unless triton's option `debug` is set.
 
 A third of the rest are objects that each operation makes of its result's shape, and the table of numpy's dtypes. There
-are few shapes, so these objects are made once for each. Nothing changes them.
+are few shapes, so these objects are made once for each. Nothing changes them. A quarter of what is left are checks and
+conversions of operands that have one type and one shape already.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +53,8 @@ def quicken() -> None:
     _keep_dtypes(interpreter)
     _keep_shapes()
     _keep_plain_values()
+    _keep_operands(interpreter)
+    _call_builtins_directly(interpreter)
 
 
 def _keep_dtypes(interpreter: Any) -> None:
@@ -135,3 +139,73 @@ def _keep_plain_values() -> None:
     if unwrap is not None:
         plain = {int, float, bool, str, type(None), core.tensor, core.dtype, core.pointer_type, core.block_type}
         core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
+
+
+def _keep_operands(interpreter: Any) -> None:
+    """Let the interpreter find the type of an operation's result once for each pair of types, and take operands of one
+    type and one shape as they are.
+
+    Without effect if triton's functions have other parameters.
+    """
+    from triton.language import core
+
+    semantic: Any = getattr(interpreter, "interpreter_semantic", None)
+    tensor: Any = core.tensor
+    result_types: dict[tuple[str, bool, str, bool, bool], Any] = {}
+
+    def computation_type_impl(a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
+        if key not in result_types:
+            result_types[key] = result_type(a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+        return result_types[key]
+
+    def broadcast_impl_value(lhs: Any, rhs: Any) -> Any:
+        # Tensors of one shape have the same object (_keep_shapes).
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(lhs, rhs)
+
+    def binary_op_type_checking_impl(
+        lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False, arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        if type(lhs) is tensor is type(rhs) and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
+            dtype = lhs.dtype
+            if not arithmetic_check or computation_type_impl(dtype, False, dtype, False, div_or_mod) is dtype:
+                return broadcast_impl_value(lhs, rhs)
+        return check(lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    faster: tuple[Any, ...] = (computation_type_impl, broadcast_impl_value, binary_op_type_checking_impl)
+    own: list[Any] = [getattr(semantic, function.__name__, None) for function in faster]
+    if all(_have_same_parameters(*pair) for pair in zip(own, faster, strict=True)):
+        result_type, broadcast, check = own
+        for function in faster:
+            setattr(semantic, function.__name__, function)
+
+
+def _have_same_parameters(function: Callable[..., Any] | None, other: Callable[..., Any]) -> bool:
+    """Return whether both have parameters of the same names; False without a function."""
+    return function is not None and [*inspect.signature(function).parameters] == [*inspect.signature(other).parameters]
+
+
+def _call_builtins_directly(interpreter: Any) -> None:
+    """Let functions of the language be called without the two functions in between, which only pass arguments on.
+
+    Without effect on a version of triton that puts its functions in place differently.
+    """
+    from triton.language import core
+
+    if not hasattr(interpreter, "_patch_attr") or not hasattr(interpreter, "interpreter_semantic"):
+        return
+    semantic = interpreter.interpreter_semantic
+    between = core.builtin(lambda: None).__code__
+
+    def put(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = member.__wrapped__ if getattr(member, "__code__", None) is between else member
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(obj, name, call)
+
+    if _have_same_parameters(interpreter._patch_attr, put):
+        interpreter._patch_attr = put

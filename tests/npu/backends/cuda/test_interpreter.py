@@ -1,8 +1,11 @@
-"""Triton's interpreter finds its functions once for each module of kernels, and makes the objects of a shape once."""
+"""Triton's interpreter finds its functions once for each module of kernels, makes the objects of a shape once, and
+takes operands as they are where it can."""
 
 from __future__ import annotations
 
 import inspect
+import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -49,3 +52,35 @@ def test_objects_of_a_shape_are_made_once() -> None:
     pointers = tl.block_type(tl.pointer_type(tl.float32), [4])
     found = [interpreter._get_np_dtype(each).name for each in (flags, tl.bfloat16, pointers)]
     assert found == ["bool", "uint16", "uint64"]
+
+
+def test_operands_are_those_of_triton() -> None:
+    """Of each pair of types and shapes, as triton's own functions convert them, or with the same error."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    quicken()
+    quick: Any = interpreter.interpreter_semantic
+    original = type(quick)(quick.builder)
+
+    def operands(semantic: Any, lhs: Any, rhs: Any, **options: bool) -> Any:
+        try:
+            found = semantic.binary_op_type_checking_impl(lhs, rhs, **options)
+        except Exception as error:
+            return repr(error)
+        return [(str(each.type), each.handle.dtype, each.handle.data.dtype, each.handle.data.tolist())
+                for each in found]
+
+    types = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64,
+             tl.pointer_type(tl.float32)]
+    shapes: list[tuple[int, ...]] = [(), (4,), (1, 4), (2, 4), (2, 1)]
+    values: list[Any] = [1, -1, 2.5]
+    for dtype in types:
+        for shape in shapes:
+            data = np.ones(shape or 1, interpreter._get_np_dtype(dtype))
+            handle = interpreter.TensorHandle(data, dtype)
+            values.append(tl.tensor(handle, tl.block_type(dtype, shape) if shape else dtype))
+    for lhs, rhs in itertools.product(values, repeat=2):
+        for options in ({}, {"allow_lhs_ptr": True}, {"arithmetic_check": False}, {"div_or_mod": True}):
+            assert operands(quick, lhs, rhs, **options) == operands(original, lhs, rhs, **options)
