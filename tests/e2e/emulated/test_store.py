@@ -121,7 +121,8 @@ def test_prefix_is_computed_once_by_two_servers(master: Master, secret: Path, tm
         for seed in range(2):
             assert answer(second, prompt_of(seed)) == (expected[seed], 384)
         assert second.metric("npuserve_kv_store_hits_total") == 2 * 384
-        assert bytes_of(second, "load") == 2 * bytes_of(first, "save") / 3
+        # The last save is counted after its key is in the store.
+        until(lambda: bytes_of(second, "load") == 2 * bytes_of(first, "save") / 3, first)
         assert answer(second, prompt_of(0), cache_salt="other") == (expected[0], 0)
         assert answer(second, prompt_of(0), cache_salt="salt") == (expected[0], 384)
 
