@@ -350,11 +350,11 @@ class BlockManager:
 
         Raises IntegrityError unless the state is consistent and `holders` are exactly the tables with blocks.
         """
-        held: Counter[int] = Counter()
-        for table in holders:
-            if len(set(table.block_ids)) < len(table.block_ids):
-                raise IntegrityError(f"a block table holds a block twice: {table.block_ids}")
-            held.update(table.block_ids)
+        tables = [table.block_ids for table in holders]
+        for block_ids in tables:
+            if len(set(block_ids)) < len(block_ids):
+                raise IntegrityError(f"a block table holds a block twice: {block_ids}")
+        held = Counter(itertools.chain.from_iterable(tables))
         if unknown := sorted(block for block in held if not 0 <= block < self.num_blocks):
             raise IntegrityError(f"block tables hold blocks that do not exist: {unknown}")
         free = bytearray(self.num_blocks)  # 1 where the free list has the block
@@ -366,25 +366,28 @@ class BlockManager:
             yield
         shared = 0
         duplicates = 0  # used blocks of equal content that are not shared
+        cached = self._cached
+        num_holders = held.get
+        by_digest = self._by_digest.get
         for start in range(0, self.num_blocks, AUDIT_BLOCKS):
-            for block in range(start, min(start + AUDIT_BLOCKS, self.num_blocks)):
-                refs = self._refs[block]
-                digest = self._digest[block]
-                is_cached = block in self._cached
-                if refs != held.get(block, 0):
+            part = slice(start, start + AUDIT_BLOCKS)
+            blocks = zip(itertools.count(start), self._refs[part], self._digest[part], free[part])
+            for block, refs, digest, is_free in blocks:
+                is_cached = block in cached
+                if refs != num_holders(block, 0):
                     raise IntegrityError(f"block {block}: {refs} references, but {held[block]} tables hold it")
-                if (states := (refs > 0) + is_cached + free[block]) != 1:
+                if (states := (refs > 0) + is_cached + is_free) != 1:
                     raise IntegrityError(f"block {block}: in {states} of the states used, cached and free")
                 if digest is None:
                     if is_cached:
                         raise IntegrityError(f"block {block}: cached, but without a digest")
-                elif self._by_digest.get(digest) != block:
+                elif by_digest(digest) != block:
                     if not refs or block not in self._duplicates.get(digest, ()):
                         raise IntegrityError(f"block {block}: its digest {digest.hex()} does not find it")
                     duplicates += 1
                 elif is_cached and digest in self._duplicates:
                     raise IntegrityError(f"block {block}: cached, but a duplicate of it is used")
-                elif free[block]:
+                elif is_free:
                     raise IntegrityError(f"block {block}: free, but found by a digest")
                 else:
                     shared += 1

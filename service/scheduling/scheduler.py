@@ -58,12 +58,12 @@ from npuserve.service.structured_output.answer_matcher import AnswerMatcher
 _age_key = attrgetter("age_key")
 
 _STATES = {
-    "waiting": {State.WAITING, State.PREEMPTED},
-    "followers": {State.FOLLOWING},
-    "compiling": {State.COMPILING},
-    "running": {State.RUNNING},
-    "loading": {State.LOADING},
-    "paused": {State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.UNPAUSED},
+    "waiting": (State.WAITING, State.PREEMPTED),
+    "followers": (State.FOLLOWING,),
+    "compiling": (State.COMPILING,),
+    "running": (State.RUNNING,),
+    "loading": (State.LOADING,),
+    "paused": (State.PAUSED, State.PAUSED_WITHOUT_BLOCKS, State.UNPAUSED),
 }
 """States of the sequences in each collection of the scheduler."""
 
@@ -446,8 +446,9 @@ class Scheduler:
             "paused": self._paused.values(),
         }
         for name, sequences in members.items():
+            states = _STATES[name]
             for sequence in sequences:
-                if self._sequences.get(sequence.id) is not sequence or sequence.state not in _STATES[name]:
+                if self._sequences.get(sequence.id) is not sequence or sequence.state not in states:
                     yield f"sequence {sequence.id} is among the {name}, but is {sequence.state.value}"
         if {s.id for s in self._sequences.values() if s.deadline is not None} != self.deadlines.ids:
             yield f"deadlines are set for the sequences {sorted(self.deadlines.ids)}, not for all that have one"

@@ -493,22 +493,24 @@ class Sequence:
         return Finish(reason, self.num_prompt_tokens, self.cached_tokens, generated, self.timer.timing, is_complete,
                       self.num_drafted, self.num_accepted)
 
+    @property
+    def _in_words(self) -> str:
+        return f"sequence {self.id} is {self.state.value}"
 
     def faults(self, block_size: int) -> Iterator[str]:
         """Yield contradictions between the state and the counts, for integrity checks."""
-        name = f"sequence {self.id} is {self.state.value}"
         if self.is_queued and self.was_admitted != (self.state is State.PREEMPTED):
-            yield f"{name}, and was_admitted is {self.was_admitted}"
+            yield f"{self._in_words}, and was_admitted is {self.was_admitted}"
         if not self.is_paused and self.needs_matcher != (self.state is State.COMPILING):
-            yield f"{name}, and its matcher is {'missing' if self.needs_matcher else 'there'}"
+            yield f"{self._in_words}, and its matcher is {'missing' if self.needs_matcher else 'there'}"
         if not self.holds_blocks:
             if self.block_ids or self.num_computed_tokens or self.num_steps_in_flight:
-                yield f"{name}, but holds blocks or has rows in flight"
+                yield f"{self._in_words}, but holds blocks or has rows in flight"
             return
         num_slots = len(self.block_ids) * block_size
         if self.num_computed_tokens > min(num_slots, self.num_tokens):
             computed = f"{self.num_computed_tokens} tokens computed of {self.num_tokens}"
-            yield f"{name}: {computed}, with blocks for {num_slots}"
+            yield f"{self._in_words}: {computed}, with blocks for {num_slots}"
 
 
 class Progress(msgspec.Struct, frozen=True):

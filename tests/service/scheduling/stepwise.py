@@ -29,6 +29,7 @@ from tests.service.scheduling.reference import STATE_PARTS, VOCABULARY, FakeDevi
 from tests.support.oracle_drafts import Kind, drafting_of
 
 TICK = 1 / 64  # sums of it are exact
+AUDITED_REQUESTS = 32
 
 
 @dataclass
@@ -76,6 +77,7 @@ class SchedulerHarness:
     dropped: dict[int, ServeError | None] = field(default_factory=dict)
     failed: dict[int, ServeError] = field(default_factory=dict)
     calls: int = 0
+    num_unaudited: int = 0
 
     def __post_init__(self) -> None:
         self.salts: dict[int, str] = {}
@@ -134,7 +136,7 @@ class SchedulerHarness:
             matcher = matcher_of(sequence.request)
             assert matcher
             self.scheduler.constrain(sequence, matcher)
-            self.scheduler.check_integrity()
+            self.audit()
 
     def settle(self, dropped: list[DroppedRequest]) -> None:
         """Record the requests that the scheduler has dropped."""
@@ -143,23 +145,32 @@ class SchedulerHarness:
             assert sequence.block_ids == []
             assert (error is None) == (sequence.num_generated_tokens > 0)
             self.dropped[sequence.id] = error
-        self.scheduler.check_integrity()
+        self.audit()
 
     def pause(self, sequence: Sequence) -> None:
         self.scheduler.pause(sequence.id)
-        self.scheduler.check_integrity()
+        self.audit()
 
     def unpause(self, sequence: Sequence) -> None:
         self.scheduler.unpause(sequence.id)
-        self.scheduler.check_integrity()
+        self.audit()
 
     def cancel(self, sequence: Sequence) -> None:
         assert (self.scheduler.cancel(sequence.id) is sequence) == (self.live.pop(sequence.id, None) is not None)
         assert sequence.block_ids == []
 
+    def audit(self) -> None:
+        """Check the scheduler's state: after each change while it has fewer than 32 requests, and after each 32nd one
+        while it has 1000. The time of a check grows with the requests."""
+        self.num_unaudited += 1
+        if self.num_unaudited * AUDITED_REQUESTS > len(self.live):
+            self.num_unaudited = 0
+            self.scheduler.check_integrity()
+
     def plan(self) -> Step:
         """Schedule, check and launch."""
-        self.settle(self.scheduler.expire(self.now))
+        if expired := self.scheduler.expire(self.now):
+            self.settle(expired)
         active = [s for s in self.live.values() if not (s.is_paused or s.needs_matcher)]
         held = [s for s in self.live.values() if s.holds_blocks and s.id in self.scheduler._paused]
         running = [s for s in active if s.holds_blocks and s not in held]
@@ -229,7 +240,7 @@ class SchedulerHarness:
                 self.reasons[key] = progress.reason
                 del self.live[key]
                 assert progress.sequence.block_ids == []
-        self.scheduler.check_integrity()
+        self.audit()
 
     def tick(self) -> Step:
         step = self.plan()
