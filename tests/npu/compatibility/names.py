@@ -80,7 +80,9 @@ class Names:
         self.followed: set[ast.AST] = set()
         """Arguments that are bound to parameters of our functions."""
         self._bases: dict[int, list[ast.expr]] = {}  # base classes, by the id of the scope of __init__
-        self._ahead: set[tuple[int, int]] = set()  # in progress
+        self._ahead: set[tuple[ast.AST, int]] = set()  # in progress
+        self._num_cut = 0  # circles that were cut; what was found inside one depends on where the search began
+        self._meanings: dict[tuple[ast.AST, int], Meaning] = {}  # by expression, and id of the scope
         self._paths: dict[ast.AST, str | None] = {}
         self._returns: dict[ast.AST, list[ast.expr]] = {}
         for name, tree in trees.items():
@@ -185,32 +187,43 @@ class Names:
         return self._paths[node]
 
     def _meaning(self, node: ast.AST, scope: Scope) -> Meaning:
-        key = id(node), id(scope)
+        key = node, id(scope)
+        if key in self._meanings:
+            return self._meanings[key]
         if key in self._ahead:
+            self._num_cut += 1
             return None
+        is_first = not self._ahead
+        num_cut = self._num_cut
         self._ahead.add(key)
         try:
-            if isinstance(node, ast.Name):
-                return self._first(scope.find(node.id))
-            if isinstance(node, ast.Attribute):
-                return self._attribute(node, scope)
-            if isinstance(node, ast.Call):
-                return self._result(node, scope)
-            if isinstance(node, (ast.IfExp, ast.BoolOp)):
-                either = node.values if isinstance(node, ast.BoolOp) else [node.body, node.orelse]
-                return self._first(Bound(value, scope) for value in either)
-            if isinstance(node, (ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)):
-                elements = node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node.elt]
-                found = self._first(Bound(element, scope) for element in elements)
-                return f"{found}[]" if isinstance(found, str) else None
-            if isinstance(node, ast.Subscript):
-                found = self._meaning(node.value, scope)
-                if not isinstance(found, str) or not found.endswith("[]"):
-                    return None
-                return found if isinstance(node.slice, ast.Slice) else found[:-2]
-            return None
+            meaning = self._read(node, scope)
         finally:
             self._ahead.discard(key)
+        if is_first or num_cut == self._num_cut:
+            self._meanings[key] = meaning
+        return meaning
+
+    def _read(self, node: ast.AST, scope: Scope) -> Meaning:
+        if isinstance(node, ast.Name):
+            return self._first(scope.find(node.id))
+        if isinstance(node, ast.Attribute):
+            return self._attribute(node, scope)
+        if isinstance(node, ast.Call):
+            return self._result(node, scope)
+        if isinstance(node, (ast.IfExp, ast.BoolOp)):
+            either = node.values if isinstance(node, ast.BoolOp) else [node.body, node.orelse]
+            return self._first(Bound(value, scope) for value in either)
+        if isinstance(node, (ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)):
+            elements = node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node.elt]
+            found = self._first(Bound(element, scope) for element in elements)
+            return f"{found}[]" if isinstance(found, str) else None
+        if isinstance(node, ast.Subscript):
+            found = self._meaning(node.value, scope)
+            if not isinstance(found, str) or not found.endswith("[]"):
+                return None
+            return found if isinstance(node.slice, ast.Slice) else found[:-2]
+        return None
 
     def _first(self, bounds: Iterable[Bound]) -> Meaning:
         for bound in bounds:
