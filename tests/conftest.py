@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -58,9 +59,13 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector run again, without the objects of the collection."""
+    """Let the garbage collector run again, without the objects of the collection. Let all loggers propagate: pytest
+    would attach itself to torch's 60 loggers that do not, six times for each test."""
     gc.freeze()
     gc.enable()
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:
