@@ -47,7 +47,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     native.library().set_threads(before)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=settings.default.max_examples // 2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(all_asks=st.lists(asks(), min_size=3, max_size=8), pool=st.sampled_from([7, 9, 40]),
        seats=st.sampled_from([8, 3, 1]), budget=st.sampled_from([48, 9]))
 def test_two_steps_in_flight_equal_one(

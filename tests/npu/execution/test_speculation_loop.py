@@ -54,7 +54,9 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[
+    "qwen3", "hybrid",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "llama", "hybrid with more states"))])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     before = native.library().threads
     folder = saved(MODELS[request.param](), Path(tmp_path_factory.mktemp("model")))
