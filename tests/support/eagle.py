@@ -93,9 +93,9 @@ class EagleHead(nn.Module):
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return folder
 
-    def trained(self, model: PreTrainedModel, steps: int = 125) -> EagleHead:
+    def trained(self, model: PreTrainedModel, steps: int = 80) -> EagleHead:
         """Train the head to predict what the model says after random tokens. Needs all ids of the model."""
-        optimizer = torch.optim.Adam(self.parameters(), 4e-3)
+        optimizer = torch.optim.Adam(self.parameters(), 1e-2)
         for step in range(steps):
             torch.manual_seed(step)
             tokens = torch.randint(3, self.config.vocab_size, (8, 24))
