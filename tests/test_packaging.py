@@ -102,11 +102,15 @@ def build(tree: Path, kind: str, out: Path, **variables: str) -> tuple[Path, str
 
 @pytest.fixture(scope="module")
 def pure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path, str]]:
-    """Build without a compiler; yield (wheel, sdist, output of the wheel's build)."""
+    """Build an sdist, and a wheel of it without a compiler; yield (wheel, the sdist's folder, output of the wheel's
+    build)."""
     folder = tmp_path_factory.mktemp("pure")
-    tree = copy_tree(folder / "tree", "*.so")
+    sdist = build(copy_tree(folder / "tree", "*.so"), "sdist", folder)[0]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked")
+    (tree,) = (folder / "unpacked").iterdir()
     wheel, said = build(tree, "wheel", folder, CXX="", PATH=str(folder))
-    yield wheel, build(tree, "sdist", folder)[0], said
+    yield wheel, tree, said
     shutil.rmtree(folder)
 
 
@@ -211,15 +215,21 @@ def test_without_a_compiler_the_wheel_is_pure_with_a_warning(pure: tuple[Path, P
     assert "c++ or g++ or clang++ is no working C++17 compiler" in line
 
 
-def test_the_sdist_makes_the_same_wheel(pure: tuple[Path, Path, str], setup_py: ModuleType, tmp_path: Path):
-    wheel, sdist, _ = pure
-    with tarfile.open(sdist) as archive:
-        names = {name.split("/", 1)[-1] for name in archive.getnames()}
-        archive.extractall(tmp_path)
-    assert not {name for name in names if name.split("/")[0] in ("tests", "bench", ".ci") or name.endswith(".so")}
-    (tree,) = tmp_path.iterdir()
-    assert contents(build(tree, "wheel", tmp_path / "again", CXX="none")[0]) == contents(wheel)
+def test_the_sdist_has_the_sources_and_makes_the_wheel_of_the_tree(
+    pure: tuple[Path, Path, str], setup_py: ModuleType
+):
+    wheel, tree, _ = pure
+    assert not [name for name in ("tests", "bench", ".ci") if (tree / name).exists()]
+    assert not [*tree.rglob("*.so")]
+    check_contents(wheel)
+    assert LIBRARY not in contents(wheel)
     assert setup_py.digest(tree / setup_py.SOURCES) == setup_py.digest(ROOT / setup_py.SOURCES), "a source is missing"
+
+
+def test_wheels_of_the_tree_and_of_the_sdist_have_the_same_metadata(built: Path, pure: tuple[Path, Path, str]):
+    of_tree, of_sdist = ({name: value for name, value in contents(wheel).items()
+                          if ".dist-info/" in name and not name.endswith("/WHEEL")} for wheel in (built, pure[0]))
+    assert of_tree == of_sdist
 
 
 def test_an_installed_wheel_runs_without_the_tree(

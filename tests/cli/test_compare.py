@@ -61,7 +61,7 @@ def test_compare_in_bfloat16_judges_as_acceptance_does(tmp_path: Path, capsys: C
     assert found["logit_difference"] > 1e-3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_compare_of_other_answers_fails(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
