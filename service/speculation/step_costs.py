@@ -155,9 +155,9 @@ class StepCosts:
             else:
                 few[tokens] = seconds
         estimates = _curve(points, last)
-        points |= {tokens: seconds for tokens, seconds in few.items() if tokens <= last
+        counted = {tokens: seconds for tokens, seconds in few.items() if tokens <= last
                    and not estimates[tokens - 1] <= seconds < _MAX_DISTURBANCE * estimates[tokens - 1]}
-        return _curve(points, last)
+        return _curve(points | counted, last) if counted else estimates
 
 
 def _curve(points: dict[int, float], last: int) -> Seconds:
@@ -218,5 +218,5 @@ class HeadCosts:
         depths = sorted(points)
         seconds = [points[depth] for depth in depths]
         slope = max(0.0, (seconds[-1] - seconds[-2]) / (depths[-1] - depths[-2])) if len(depths) > 1 else 0.0
-        return [float(np.interp(depth, depths, seconds)) + slope * max(0, depth - depths[-1])
-                for depth in range(most + 1)]
+        inside: list[float] = np.interp(range(most + 1), depths, seconds).tolist()
+        return [known + slope * max(0, depth - depths[-1]) for depth, known in enumerate(inside)]
