@@ -98,7 +98,8 @@ def test_explain_names_slow_steps(counting: Server, keys: dict[str, str], slow_f
         usual, slow = asker.seconds("usual"), asker.seconds("slow")
     assert next(iter(slow)) == "slow_steps"
     assert slow["slow_steps"] > 1.0
-    assert next(iter(usual)) == "decode"
+    assert usual["decode"] > 0
+    assert usual.get("slow_steps", 0.0) < slow["slow_steps"] / 2  # a loaded machine has some
 
 
 def test_explain_of_a_live_request_says_so(counting: Server, keys: dict[str, str]) -> None:

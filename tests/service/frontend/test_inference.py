@@ -121,7 +121,7 @@ async def test_stream_sends_tokens_as_generated(folder: Path) -> None:
         server.engine.hold.clear()
         call = server.inference.StreamGenerate(ask("a", 3, request_id="mine"))
         assert ("x-request-id", "mine") in tuple(await call.initial_metadata())
-        server.engine.delay = 0.02
+        server.engine.delay = 0.1
         server.engine.hold.set()
         texts = []
         async for part in call:
