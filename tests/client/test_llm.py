@@ -111,7 +111,7 @@ def test_default_parameters_are_those_of_the_model(llm: LLM):
     parameters.max_tokens = 12
     defaults = llm.generate(["Once upon a time"] * 3, parameters, use_tqdm=False)
     without = llm.generate(["Once upon a time"] * 3, use_tqdm=False)
-    sampled = llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=12), use_tqdm=False)
+    sampled = llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=60), use_tqdm=False)
     (greedy,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     assert {output.outputs[0].text for output in defaults} == {greedy.outputs[0].text}
     assert all(output.outputs[0].text.startswith(greedy.outputs[0].text) for output in without)
