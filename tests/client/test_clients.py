@@ -301,8 +301,8 @@ class Malformed:
                          "StreamGenerate": grpc.unary_stream_rpc_method_handler(self._stream)}
 
     async def _stream(self, request: bytes, context: Any) -> None:
-        await context.write(b"\xff")
         try:
+            await context.write(b"\xff")
             await asyncio.Event().wait()
         finally:
             self.cancelled.set()
