@@ -216,13 +216,13 @@ class Names:
             return self._first(Bound(value, scope) for value in either)
         if isinstance(node, (ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)):
             elements = node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node.elt]
-            found = self._first(Bound(element, scope) for element in elements)
-            return f"{found}[]" if isinstance(found, str) else None
+            name = self._first(Bound(element, scope) for element in elements)
+            return f"{name}[]" if isinstance(name, str) else None
         if isinstance(node, ast.Subscript):
-            found = self._meaning(node.value, scope)
-            if not isinstance(found, str) or not found.endswith("[]"):
+            sequence = self._meaning(node.value, scope)
+            if not isinstance(sequence, str) or not sequence.endswith("[]"):
                 return None
-            return found if isinstance(node.slice, ast.Slice) else found[:-2]
+            return sequence if isinstance(node.slice, ast.Slice) else sequence[:-2]
         return None
 
     def _first(self, bounds: Iterable[Bound]) -> Meaning:

@@ -55,8 +55,7 @@ MODELS = {
 
 
 @pytest.fixture(scope="module", params=[
-    "qwen3", "hybrid",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "llama", "hybrid with more states"))])
+    pytest.param(kind, marks=[] if kind in ("qwen3", "hybrid") else pytest.mark.slow) for kind in MODELS])
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     before = native.library().threads
     folder = saved(MODELS[request.param](), Path(tmp_path_factory.mktemp("model")))

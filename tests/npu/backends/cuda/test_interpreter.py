@@ -66,11 +66,11 @@ def test_operands_are_those_of_triton() -> None:
 
     def operands(semantic: Any, lhs: Any, rhs: Any, **options: bool) -> Any:
         try:
-            found = semantic.binary_op_type_checking_impl(lhs, rhs, **options)
+            converted = semantic.binary_op_type_checking_impl(lhs, rhs, **options)
         except Exception as error:
             return repr(error)
         return [(str(each.type), each.handle.dtype, each.handle.data.dtype, each.handle.data.tolist())
-                for each in found]
+                for each in converted]
 
     types = [tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float16, tl.bfloat16, tl.float32, tl.float64,
              tl.pointer_type(tl.float32)]
