@@ -336,7 +336,8 @@ def test_front_end_never_imports_torch_or_the_grammar_library():
 
 
 def test_files_read_by_steps_are_all_that_their_tests_import():
-    """.ci/run does not repeat tests of steps whose files are unchanged. Names of modules in strings are imports."""
+    """.ci/run does not repeat tests of kernels and steps whose files are unchanged. Names of modules in strings are
+    imports."""
     script = (ROOT / ".ci" / "run").read_text()
     functions = [re.search(rf"^{function}\(\) {{\n.*?^}}", script, re.MULTILINE | re.DOTALL)
                  for function in ("checksums", "files_read_by_steps")]
@@ -344,11 +345,11 @@ def test_files_read_by_steps_are_all_that_their_tests_import():
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     listed = {ROOT / line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
     names = modules() | {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
-                         for f in (ROOT / "tests").rglob("*.py")}
-    others = re.compile(r"tests/(e2e|cli|npu/compatibility|npu/emulator)/")  # of .ci/emulated_npu
+                         for f in TESTS + BENCH}
     reached: set[Path] = set()
-    ahead = [f for f in (ROOT / "tests").rglob("test_*.py") if not others.match(name(f)) and f != Path(__file__)
-             and ("tests/npu/backends/" in name(f) or "emulator.child" in f.read_text())]
+    always = ("tests/e2e/", "tests/cli/", "tests/npu/emulator/", name(Path(__file__)))
+    ahead = [f for f in TESTS if f.name.startswith("test_") and not name(f).startswith(always)
+             and (name(f).startswith(("tests/kernels/", "tests/npu/")) or "emulator.child" in f.read_text())]
     while ahead:
         file = ahead.pop()
         if file not in reached:

@@ -23,6 +23,8 @@ MAX_REQUEST_BYTES = 16 << 10
 EXCHANGE_SECONDS = 10.0
 """Time limit of a connection, from its start to the last byte of the page."""
 BACKLOG = 64
+MAX_FREE_PORTS = 10
+"""Ports that are tried for port 0: one that is free on the first address may be taken on another."""
 NOT_FOUND = b"The metrics are at /metrics. Health is the gRPC service grpc.health.v1.Health.\n"
 _PAGE = re.compile(rb"(https?://[^/?]*)?(/|/metrics/?)?(\?|$)")
 """Targets of a request that get the page, in origin form or, as to a proxy, in absolute form."""
@@ -32,7 +34,7 @@ class MetricsServer:
     """Server of a page on `port` of each address of `host`, in a thread of its own until `close`. One request per
     connection.
 
-    port: 0 takes one that is free on the first address.
+    port: 0 takes one that is free on every address.
     page: returns the text of the page. Called for each GET.
 
     Raises OSError if it cannot listen on any address, or if the port of one is taken.
@@ -121,6 +123,16 @@ class MetricsServer:
 
 def _listen(host: str, port: int) -> list[socket.socket]:
     """Return a listening socket for each address of `host` that this machine has. Raises as `MetricsServer` does."""
+    for _ in range(MAX_FREE_PORTS - 1 if port == 0 else 0):
+        try:
+            return _listen_on(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    return _listen_on(host, port)
+
+
+def _listen_on(host: str, port: int) -> list[socket.socket]:
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners: list[socket.socket] = []
     absent: OSError | None = None

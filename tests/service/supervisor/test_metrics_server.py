@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -149,6 +150,32 @@ def test_metrics_server_listens_on_every_address_of_its_host(monkeypatch: pytest
                 assert answer.read() == b"answer 42.0\n"
     finally:
         server.close()
+
+
+def test_metrics_server_free_port_is_free_on_every_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Port 0 is another port at each attempt."""
+    bound, ports = metrics_server._bound, []
+
+    def taken_at_first(family: int, address: tuple[str, int]) -> socket.socket:
+        if address[1]:
+            ports.append(address[1])
+            if len(ports) < 3:
+                raise OSError(errno.EADDRINUSE, "Address already in use")
+        return bound(family, address)
+
+    monkeypatch.setattr(metrics_server, "_bound", taken_at_first)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in ("127.43.0.3", "127.43.0.4")])
+    server = MetricsServer("two", 0, lambda: "answer 42.0\n")
+    server.close()
+    assert len(ports) >= 3
+    assert server.port == ports[-1]
+
+    ports.clear()
+    monkeypatch.setattr(metrics_server, "MAX_FREE_PORTS", 2)
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer("two", 0, lambda: "answer 42.0\n")
+    assert len(ports) == 2
 
 
 def test_metrics_server_taken_port_of_a_further_address_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
