@@ -268,18 +268,14 @@ def served_model(
     config: ServerConfig, folder: Path, backend: Backend, prefill: Backend | None, shard: Shard
 ) -> ModelConfig:
     """Return the configuration of the model as it is served, with what drafts tokens. Raises as `load_runner` does."""
-    from npuserve.npu.execution.load import (
-        check_draft_device,
-        chunk_obstacle,
-        drafting_config,
-        possible_mtp,
-        with_draft,
-    )
+    from npuserve.npu.execution.load import chunk_obstacle, drafting_config, with_draft
+    from npuserve.npu.execution.prefill_device import possible_mtp
     from npuserve.npu.model.config import ModelConfig
 
     draft = draft_folder(config)
-    check_draft_device(draft, prefill)
-    mtp = possible_mtp(MTP_SETTINGS.get(config.speculate, "off"), prefill)
+    mtp = MTP_SETTINGS.get(config.speculate, "off")
+    if prefill:
+        mtp = possible_mtp(mtp, draft, prefill)
     can = backend.capabilities
     model = ModelConfig.from_folder(folder, config.lm_head_dtype, task=config.task, float8=can.float8,
                                     int4=can.int4, stacks=can.stacks, mtp=mtp).sharded(shard)

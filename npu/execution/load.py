@@ -24,8 +24,10 @@ from npuserve.kernels.native.choice import AUTO, CpuKernels, CpuKernelSettings
 from npuserve.kernels.registry import Observe
 from npuserve.npu.backends import select, select_prefill
 from npuserve.npu.backends.base import Backend, BackendError, CaptureMode, DeviceSettings
+from npuserve.npu.execution.activations import rotary_bytes
 from npuserve.npu.execution.decoder import MAX_LOGITS_BYTES
-from npuserve.npu.execution.memory_plan import MeasuredMemory, MemoryPlan, mib, predict, rotary_bytes
+from npuserve.npu.execution.memory_plan import MeasuredMemory, MemoryPlan, mib, predict
+from npuserve.npu.execution.prefill_device import possible_mtp
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.state_store import block_bytes
 from npuserve.npu.model.config import HeadDtype, ModelConfig, ModelError, MtpSetting
@@ -79,7 +81,7 @@ def load_runner(
     memory: shared memory file for the weights, if the backend supports it. It may already contain them. Each rank of a
         group has its own.
     cpu: requested CPU kernels.
-    cpu_binding: "auto" calls `Backend.bind_threads`, unless prompts are computed on the host, which needs all cores.
+    cpu_binding: "auto" calls `Backend.bind_threads`, unless prompts are computed on the host.
     group: ranks that share the model. Each calls this function. None: load the whole model.
     expert_parallel: each rank has whole experts (`Shard.whole_experts`).
     draft: folder of a smaller model that drafts tokens; "" for none.
@@ -94,8 +96,10 @@ def load_runner(
         int8_levels=int8_levels)
     device, host = open_devices(backend, emulate, prefill_device, settings, ranks=num_ranks)
     _preflight(device, num_ranks)
-    check_draft_device(draft, host)
-    mtp = possible_mtp(mtp, host)
+    if host:
+        mtp = possible_mtp(mtp, draft, host)
+        memory = None  # `describe` has no plan of a host
+        cpu_binding = "off"  # prompts need all cores
     config = _config(folder, lm_head_dtype, task, device, group, expert_parallel=expert_parallel, mtp=mtp)
     config = with_draft(config, draft, device)
     obstacle = chunk_obstacle(config, device, dtype, kv_cache_dtype)
@@ -104,7 +108,6 @@ def load_runner(
     config = drafting_config(config, device, mtp, obstacle, dtype)
     chosen = _choose_kernels(config, dtype, device, host, cpu, group)
     ranks = _ranks(group, device, config, dtype, max_num_seqs + max_drafts, max_num_batched_tokens)
-    memory = None if host else memory
     device.memory.wait()
     kept = memory.plan(Path(folder)) if memory else None
     planned = partial(
@@ -112,7 +115,7 @@ def load_runner(
         kv_cache_dtype=kv_cache_dtype, kv_cache_memory=kv_cache_memory, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, prefill=host, max_drafts=max_drafts,
         kv_offload_memory=kv_offload_memory)
-    measures = device.capabilities.measures_memory and host is None and not kv_cache_memory
+    measures = device.capabilities.measures_memory and not (host or kv_cache_memory)
     with device.memory.sharing(memory.file, filled=kept is not None) if memory else nullcontext(False) as shared:
         plan = kept if shared and kept else planned()
         if plan is not kept:
@@ -144,7 +147,7 @@ def load_runner(
         cpu_kernels=chosen, kv_offload_memory=kv_offload_memory)
     if group:
         group.minimum(0)  # wait until all ranks have captured their steps; raises RuntimeError if one could not
-    if cpu_binding == "auto" and host is None and (said := device.bind_threads()):
+    if cpu_binding == "auto" and (said := device.bind_threads()):
         log.info("%s", said)
     runner.map_cache()
     return runner
@@ -159,12 +162,6 @@ def _config(
     can = device.capabilities
     return ModelConfig.from_folder(
         folder, lm_head_dtype, task=task, float8=can.float8, int4=can.int4, stacks=can.stacks, mtp=mtp).sharded(shard)
-
-
-def check_draft_device(draft: Path | str, host: Backend | None) -> None:
-    """Raise BackendError if there is a smaller model that drafts, and prompts are computed on the host."""
-    if draft and host is not None:
-        raise BackendError(f"speculate: a model that drafts is not possible {_with_prompts_on(host)}")
 
 
 def with_draft(config: ModelConfig, draft: Path | str, device: Backend) -> ModelConfig:
@@ -186,20 +183,6 @@ def _load_draft(
     if config.draft is None:
         return None
     return load_weights(folder, config.draft, weights.dtype, device, progress, embedding=weights.embedding)
-
-
-def possible_mtp(setting: MtpSetting, host: Backend | None) -> MtpSetting:
-    """Return the setting of the MTP head, which does not draft if prompts are computed on the host.
-
-    "auto" is "off" there. Raises BackendError for "on".
-    """
-    if setting == "on" and host is not None:
-        raise BackendError(f"speculate: mtp is not possible {_with_prompts_on(host)}")
-    return setting if host is None else "off"
-
-
-def _with_prompts_on(host: Backend) -> str:
-    return f"with prompts computed on {host.name} (prefill_device); possible are off, auto and suffix"
 
 
 def chunk_obstacle(config: ModelConfig, device: Backend, dtype: str, kv_cache_dtype: str) -> str:

@@ -6,63 +6,24 @@ import math
 import mmap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from npuserve.kernels.attention import paged_attention
 from npuserve.kernels.linear import linear
-from npuserve.kernels.native import LANES
-from npuserve.kernels.registry import Kernel
-from npuserve.kernels.sample import sample
 from npuserve.npu.backends.base import Backend, BackendError
 from npuserve.npu.backends.memory import free_host_memory
+from npuserve.npu.execution.activations import has_own_kernel, logits_bytes, rotary_bytes, step_bytes
 from npuserve.npu.execution.host_blocks import chunk_sizes, num_state_parts
-from npuserve.npu.execution.host_prefill import staging_bytes
-from npuserve.npu.execution.sampling_state import penalties_bytes
+from npuserve.npu.execution.prefill_device import HostMemory, HostPlan, check_prefill, decodes_bytes
 from npuserve.npu.execution.state_store import block_bytes, slot_bytes
-from npuserve.npu.model import storage
 from npuserve.npu.model.config import ModelConfig, ModelError
-from npuserve.npu.model.forms.matrix import StoredMatrix
 from npuserve.npu.model.layers.experts import Experts
 from npuserve.npu.model.storage import check_schemes, stored_bytes
-
-MAX_SCRATCH_BYTES = 1 << 20
-"""Bytes that a kernel thread keeps at most, unless the weight panels that it works on are larger."""
 
 WARM_UP_BYTES = 28 << 20
 GOLDEN_WARM_UP_BYTES = 44 << 20
 """Bytes that torch and its libraries allocate at their first work, in addition to those at import; the second value
 applies if they also compute the GEMMs."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostPlan:
-    """Bytes on the host if it computes the prompts for a device.
-
-    weights: without an LM head.
-    kv_cache: mirror of the device's cache.
-    activations: activations of a step of max_num_batched_tokens tokens.
-    staging: buffers of copies to the device.
-    available: before any allocation.
-    """
-
-    backend: str
-    weights: int
-    kv_cache: int
-    activations: int
-    staging: int
-    available: int
-
-    @property
-    def needed(self) -> int:
-        """Bytes that the host allocates."""
-        return self.weights + self.kv_cache + self.activations + self.staging
-
-    @property
-    def fits(self) -> bool:
-        """True if the host has the memory."""
-        return self.needed <= self.available
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,19 +158,25 @@ def predict(
     supported. Raises BackendError for a dtype (also of the KV cache) that `backend` or `prefill` does not support, and
     for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
-    resolved, cached, block_size = _checked(config, backend, dtype, block_size, kv_cache_dtype, prefill)
+    resolved, cached = _dtypes(config, backend, dtype, kv_cache_dtype)
+    if prefill:
+        check_prefill(config, prefill, resolved, cached, kv_cache_dtype, kv_offload_memory)
+    block_size = resolve_block_size(block_size, backend, prefill)
     length = _checked_length(config, max_model_len)
     available = measured.available if measured else backend.memory.available() - reserved
     weights = stored_bytes(config, resolved, backend) + _wide_router_bytes(config, resolved, backend)
-    activations = _device_activations(
-        config, backend, prefill, max_num_seqs, max_num_batched_tokens, length, resolved.itemsize)
+    step_sizes = max_num_seqs, max_num_batched_tokens, length, resolved.itemsize
+    host = None
+    if prefill is None:
+        activations = step_bytes(config, backend, *step_sizes)
+    else:
+        activations = decodes_bytes(config, backend, *step_sizes)
+        host = HostMemory.of(config, prefill, backend, max_num_batched_tokens, length, block_size, resolved)
     activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
-    logits = _logits(config, backend, max_num_seqs + max_drafts, resolved.itemsize)
+    logits = logits_bytes(config, backend, max_num_seqs + max_drafts, resolved.itemsize)
     if measured:
         activations, logits = measured.step, 0
     block = block_bytes(config, block_size, cached, backend)
-    host = _host(config, prefill, backend, max_num_batched_tokens, length, resolved) if prefill else None
-    mirrored = block_bytes(config, block_size, resolved, prefill) if prefill else 0
     free = max(available - weights - activations - logits, 0)
     free = _measured_share(free, config, backend, length, block) if measured else backend.memory.cache_share(free)
     per_request = -(-length // block_size)
@@ -217,8 +184,8 @@ def predict(
     spared = _spared_bytes(block_bytes_wanted, -(-max_model_len // block_size) * block)
     num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, spared)
     free_blocks = max(free - fixed_state, 0) // block
-    if prefill and host:
-        free_blocks = min(free_blocks, prefill.memory.cache_share(max(host.available - host.needed, 0)) // mirrored)
+    if host:
+        free_blocks = min(free_blocks, host.max_blocks)
     if kv_cache_memory:
         num_blocks = _given_blocks(
             kv_cache_memory, fixed_state, slot_bytes(config, resolved, backend), block, block_size, max_model_len,
@@ -230,17 +197,16 @@ def predict(
         weights=weights + rotary_bytes(config, length),
         kv_cache=(num_blocks + backend.capabilities.padding_blocks) * block,
         activations=activations, logits=logits, available=available, host_available=free_host_memory(),
-        base=_resident() + (WARM_UP_BYTES if _has_own(backend, linear) else GOLDEN_WARM_UP_BYTES),
+        base=_resident() + (WARM_UP_BYTES if has_own_kernel(backend, linear) else GOLDEN_WARM_UP_BYTES),
         dtype=str(resolved).removeprefix("torch."), kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks, block_size=block_size, max_model_len=length,
-        host=host and replace(host, kv_cache=num_blocks * mirrored), fixed_state=fixed_state, num_slots=num_slots,
-        kv_offload=_offload_bytes(config, backend, prefill, kv_offload_memory, block, resolved),
+        host=host.plan(num_blocks) if host else None, fixed_state=fixed_state, num_slots=num_slots,
+        kv_offload=_offload_bytes(config, backend, kv_offload_memory, block, resolved),
     )
 
 
 def _offload_bytes(
-    config: ModelConfig, backend: Backend, prefill: Backend | None, kv_offload_memory: int, block: int,
-    dtype: torch.dtype,
+    config: ModelConfig, backend: Backend, kv_offload_memory: int, block: int, dtype: torch.dtype
 ) -> int:
     """Return the bytes of host memory for evicted blocks and fixed states, at most kv_offload_memory.
 
@@ -254,9 +220,6 @@ def _offload_bytes(
     if not backend.capabilities.offloads:
         raise BackendError(f"kv_offload_memory: the KV cache of {backend.name} is in host memory already; a larger "
                            "kv_cache_memory keeps more prefixes")
-    if prefill:
-        raise BackendError("kv_offload_memory: is not possible where prompts are computed on another device "
-                           "(prefill_device), which has a mirror of the KV cache")
     if config.shard.size > 1:
         raise BackendError("kv_offload_memory: is not possible with a tensor_parallel_size above 1")
     sizes = chunk_sizes(kv_offload_memory, block)
@@ -273,12 +236,6 @@ def _measured_share(free: int, config: ModelConfig, backend: Backend, length: in
     """Return the size of the cache without its padding if `free` bytes were measured to be free."""
     free -= rotary_bytes(config, length) + backend.capabilities.padding_blocks * block
     return int(max(free, 0) * MEASURED_SHARE)
-
-
-def rotary_bytes(config: ModelConfig, length: int) -> int:
-    """Return the bytes of the table of rotary embeddings (`rope.cos_sin_table`), and of that of a model that drafts."""
-    nbytes = length * config.rotary_dim * torch.float32.itemsize
-    return nbytes + (rotary_bytes(config.draft, length) if config.draft else 0)
 
 
 def _wide_router_bytes(config: ModelConfig, dtype: torch.dtype, backend: Backend) -> int:
@@ -335,10 +292,10 @@ def _slots(
     return num_slots, (num_slots + padding) * slot
 
 
-def _checked(
-    config: ModelConfig, backend: Backend, dtype: str, block_size: int, kv_cache_dtype: str, prefill: Backend | None
-) -> tuple[torch.dtype, torch.dtype, int]:
-    """Return the dtypes of activations and KV cache, and the block size. Raises as `predict` does."""
+def _dtypes(
+    config: ModelConfig, backend: Backend, dtype: str, kv_cache_dtype: str
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of activations and KV cache. Raises as `predict` does for what `backend` does not support."""
     dtype = backend.resolve_dtype(dtype, config.dtype)
     if config.has_fixed_state and not backend.capabilities.fixed_state:
         raise BackendError(f"device: {backend.name} does not serve models with linear attention ({config.family}); "
@@ -352,28 +309,8 @@ def _checked(
         for state in each.paged_states:
             backend.check_heads(state.head_dim, each.rotary_dim)
     check_schemes(config, backend)
-    if prefill:
-        try:
-            check_schemes(config, prefill)
-        except BackendError as error:
-            raise BackendError(
-                f"prefill_device: {prefill.name} cannot compute this model's prompts ({error}); possible is "
-                "prefill_device: same") from None
     resolved: torch.dtype = getattr(torch, dtype)
-    if prefill and dtype not in prefill.capabilities.dtypes:
-        raise BackendError(
-            f"prefill_device: {prefill.name} does not compute in {dtype}; a dtype that it has is one of "
-            f"{', '.join(prefill.capabilities.dtypes)}")
-    cached = backend.cache_dtype(kv_cache_dtype, resolved)
-    if prefill and (config.has_fixed_state or len(config.paged_states) > 1):
-        raise BackendError(
-            "prefill_device: prompts of a model whose layers have different states cannot be computed on another "
-            "device; possible is prefill_device: same")
-    if prefill and cached != resolved:
-        raise BackendError(
-            f"kv_cache_dtype: {kv_cache_dtype!r} is not possible where prompts are computed on another device "
-            "(prefill_device); only auto is possible")
-    return resolved, cached, resolve_block_size(block_size, backend, prefill)
+    return resolved, backend.cache_dtype(kv_cache_dtype, resolved)
 
 
 def resolve_block_size(block_size: int, backend: Backend, prefill: Backend | None = None) -> int:
@@ -425,115 +362,6 @@ def _cache_memory(blocks: int, slot: int, requests: int) -> int:
     The padding slot of some devices is counted for all.
     """
     return min(blocks + (2 * requests + 1) * slot, int(blocks / (1 - MAX_STATE_SHARE))) if slot else blocks
-
-
-def _host(
-    config: ModelConfig, prefill: Backend, device: Backend, tokens: int, context: int, dtype: torch.dtype
-) -> HostPlan:
-    """Return the host's plan without the KV cache. The table of rotary embeddings covers the whole context."""
-    (state,) = config.paged_states
-    width = device.cache.shapes(1, device.capabilities.block_size, state.heads, state.head_dim, dtype)[0][-1]
-    return HostPlan(
-        backend=prefill.name,
-        weights=stored_bytes(config.headless, dtype, prefill) + rotary_bytes(config, context),
-        kv_cache=0,
-        activations=_activations(config, prefill, tokens, context, dtype.itemsize),
-        staging=staging_bytes(config, width, tokens, dtype.itemsize),
-        available=prefill.memory.available(),
-    )
-
-
-GOLDEN_SAMPLING_BYTES = 6 * torch.float32.itemsize
-"""Bytes per logit that the golden sampler allocates: up to six copies in float32."""
-
-PANELS = 4
-"""Panels of LANES weights that a thread of the native GEMMs works on at a time."""
-
-HIDDEN_COPIES = 5
-GOLDEN_HIDDEN_COPIES = 2
-"""Tensors [T, H] that are held at the same time: the residual stream, its norm, and outputs of the layers."""
-
-MTP_COPIES = 7
-"""Tensors [T, H] that a head for drafts holds beside the model's: its two inputs, their norms, these two in one tensor,
-and their product, or the features of a step. Where it is captured, the model's hidden states are copied for it."""
-
-
-def _activations(config: ModelConfig, backend: Backend, tokens: int, context: int, itemsize: int) -> int:
-    """Return the bytes that the decoder's kernels write and hold at the same time."""
-    hidden = config.hidden_size
-    layers = list(dict.fromkeys(config.local_layers))
-    summed = 0 if backend.capabilities.reduces else _gathered_bytes(config, backend, tokens * hidden * itemsize)
-    mtp_copies = MTP_COPIES + (1 if backend.capabilities.padding_blocks else 0)
-    of_mtp = mtp_copies * tokens * hidden * itemsize if config.mtp or config.eagle else 0
-    linears = storage.layer_matrices(config)
-    if not _has_own(backend, paged_attention):
-        # The largest layer, beside the residual and its norm.
-        largest = max(layer.golden_elements(tokens, context) for layer in layers)
-        floats = (GOLDEN_HIDDEN_COPIES * tokens * hidden + largest) * itemsize
-        # One GEMM in float64 exists at a time; the LM head's is counted with the logits.
-        head = _in_float64(storage.tables(config, backend.capabilities.vocabulary_tile)[-1], backend, 0)
-        return summed + of_mtp + floats + max(0, max(_in_float64(matrix, backend, tokens) for matrix in linears) - head)
-    # Each kernel's output has its own memory, held until the next layer overwrites it.
-    width = HIDDEN_COPIES * hidden + sum(layer.output_width for layer in layers)
-    parts = max(layer.scratch_bytes(context, backend.threads) for layer in layers)
-    panels = PANELS * LANES * max(matrix.inputs for matrix in linears) * itemsize
-    return summed + of_mtp + tokens * width * itemsize + parts + backend.threads * max(MAX_SCRATCH_BYTES, panels)
-
-
-def _device_activations(
-    config: ModelConfig, backend: Backend, prefill: Backend | None, rows: int, tokens: int, context: int, itemsize: int
-) -> int:
-    """Return the bytes of the activations on the device of a step of `tokens` tokens and `rows` rows.
-
-    prefill: backend that computes the chunks, whose hidden states are copied to the device; None if the device does.
-    """
-    if prefill:
-        decodes = _activations(config, backend, min(rows, tokens), context, itemsize)
-        return decodes + tokens * config.hidden_size * itemsize
-    operators = _operator_bytes(config, backend, rows, tokens, itemsize)
-    drafting = _activations(config.draft, backend, tokens, context, itemsize) if config.draft else 0
-    return _activations(config, backend, tokens, context, itemsize) + operators + drafting
-
-
-def _operator_bytes(config: ModelConfig, backend: Backend, rows: int, tokens: int, itemsize: int) -> int:
-    """Return the bytes of the largest layer's operators beside their inputs and outputs."""
-    return max(sum(backend.operator_bytes(kernel, sizes, rows, tokens, itemsize)
-                   for kernel, sizes in layer.operator_sizes.items()) for layer in config.local_layers)
-
-
-def _gathered_bytes(config: ModelConfig, backend: Backend, nbytes: int) -> int:
-    """Return the bytes of a gather of `nbytes` from each rank; 0 for ranks that share memory, and for one rank."""
-    return config.shard.size * nbytes if config.shard.size > 1 and not backend.capabilities.shares_memory else 0
-
-
-def _logits(config: ModelConfig, backend: Backend, rows: int, itemsize: int) -> int:
-    """Return the bytes of the LM head's logits and their sampling.
-
-    If captured steps sample, they allocate as much again in the memory of the graphs, and the tokens of `Penalties`.
-    Otherwise edits of logits and counts for penalties are not included; they depend on the requests.
-    """
-    can = backend.capabilities
-    copies = can.sampling_bytes if _has_own(backend, sample) else GOLDEN_SAMPLING_BYTES
-    head = storage.tables(config, can.vocabulary_tile)[-1]
-    columns = config.padded_vocabulary(can.vocabulary_tile)  # each rank gathers the logits of all
-    captured = (rows * columns * copies + penalties_bytes(rows, config.vocab_size)) if can.sampler_filters else 0
-    gathered = _gathered_bytes(config, backend, rows * columns // config.shard.size * itemsize)
-    return rows * columns * (itemsize + copies) + gathered + captured + _in_float64(head, backend, rows)
-
-
-def _in_float64(weight: StoredMatrix, backend: Backend, tokens: int) -> int:
-    """Return the bytes of float64 copies in the golden int8 GEMM, which is exact: the weight and its outputs."""
-    copies = weight.form.golden_copies
-    if not copies or _has_own(backend, linear):
-        return 0
-    weights = weight.rows * weight.inputs * copies
-    outputs = tokens * weight.rows * 2  # the sums, and their scaled copy
-    return (weights + outputs) * torch.float64.itemsize
-
-
-def _has_own(backend: Backend, kernel: Kernel[Any, Any]) -> bool:
-    """Return False if the golden function serves the kernel."""
-    return backend.kernels in kernel.implementations
 
 
 def _resident() -> int:

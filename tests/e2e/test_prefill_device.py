@@ -44,7 +44,7 @@ def test_tokens_are_those_of_both_devices_alone(servers: tuple[tuple[str, ...], 
 
 @pytest.mark.full
 def test_it_is_refused_where_the_model_runs_on_the_cpu() -> None:
-    """By default tests/npu/execution/test_host_prefill_plan.py has the error, and test_hosts.py such exit codes."""
+    """By default tests/npu/execution/test_prefill_device.py has the error, and test_hosts.py such exit codes."""
     with serving("--device", "cpu", "--prefill-device", "cpu", wait=False) as server:
         assert server.process.wait(60) == 2
         assert "npuserve: prefill_device: the whole model runs on cpu; leave prefill_device at same" in server.log

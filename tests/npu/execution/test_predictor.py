@@ -22,8 +22,8 @@ from npuserve.kernels.weight import WeightForm, form_of
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.backends.weight_layout import WeightLayout
-from npuserve.npu.execution.load import check_draft_device, possible_mtp
 from npuserve.npu.execution.predictor import DraftModel, MtpHead
+from npuserve.npu.execution.prefill_device import possible_mtp
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.model.config import ModelConfig, ModelError
 from npuserve.npu.model.loader import load_weights
@@ -163,7 +163,7 @@ def test_models_that_cannot_draft_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has 128 tokens in its vocabulary, the served one 100"):
         load(folder, draft=other, max_num_batched_tokens=48)
     with pytest.raises(BackendError, match=r"a model that drafts is not possible with prompts computed on cpu"):
-        check_draft_device(folder, CpuBackend())
+        possible_mtp("off", folder, CpuBackend())
 
 
 def test_drafts_are_dropped_if_they_follow_other_samples() -> None:
@@ -399,9 +399,9 @@ def test_head_is_loaded_where_it_is_wanted(tmp_path: Path) -> None:
     add_mtp(model, tmp_path)
     assert load(tmp_path, mtp="auto", max_num_batched_tokens=48).predicts
     assert not load(tmp_path, max_num_batched_tokens=48).predicts
-    assert possible_mtp("auto", CpuBackend()) == "off"
+    assert possible_mtp("auto", "", CpuBackend()) == "off"
     with pytest.raises(BackendError, match=r"with prompts computed on cpu \(prefill_device\)"):
-        possible_mtp("on", CpuBackend())
+        possible_mtp("on", "", CpuBackend())
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["mtp.fc.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})

@@ -51,6 +51,12 @@ def test_host_prefill_unsupported_quantization_is_refused(tmp_path):
         predict(config, device, prefill=CpuBackend())
 
 
+def test_host_prefill_beside_kv_offload_memory_is_refused(tmp_path):
+    config = ModelConfig.from_folder(small.saved(tmp_path, head_dim=16))
+    with pytest.raises(BackendError, match="kv_offload_memory: is not possible where prompts are computed on another"):
+        predict(config, Device(), prefill=CpuBackend(), kv_offload_memory=1 << 30)
+
+
 def test_host_prefill_memory_is_planned(tmp_path, monkeypatch):
     config = ModelConfig.from_folder(small.saved(tmp_path, head_dim=16))
     device, host = Device(), CpuBackend()
