@@ -3,6 +3,8 @@
 The host holds a copy of the decoder in its own weight layout, and a mirror of the KV cache: the same blocks, in its own
 layout.
 
+A runner has a `HostPrefill`, or a `DevicePrefill` if the device computes the prompts too.
+
 1. A step's chunks enter the host's queue (`launch`), its decode rows the device's queue: both run concurrently.
 2. Before that, the part of a chunk's context that the device wrote is copied to the mirror. It consists of generated
    tokens that are now part of a prompt, or of a preempted request that is computed again.
@@ -29,10 +31,12 @@ from torch import Tensor
 
 from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend, Event, Pending
+from npuserve.npu.backends.memory import DeviceMemory
 from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.dispatch import is_decode, replay
+from npuserve.npu.execution.dispatch import Dispatch, Rows, is_decode, replay
 from npuserve.npu.execution.state_store import StateStore
+from npuserve.npu.execution.work import Work
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Paged
 from npuserve.npu.model.weights import ModelWeights
@@ -82,14 +86,51 @@ class Chunk:
         return self.hidden.to(self.device, non_blocking=True)
 
 
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """Part whose hidden states the host computes."""
+
+    work: Work
+    chunk: Pending[Chunk]
+
+
 def staging_bytes(config: ModelConfig, width: int, tokens: int, itemsize: int) -> int:
     """Return the bytes of the host buffers for chunks of `tokens` tokens. width: of a head in the device's cache."""
     heads = sum(layer.state.heads for layer in config.local_layers if isinstance(layer.state, Paged))
     return BUFFERS * tokens * (2 * heads * width + config.hidden_size) * itemsize
 
 
-class HostPrefill:
-    """Host side of a `Runner`.
+class DevicePrefill:
+    """Prompts of a `Runner` whose device computes whole steps.
+
+    continues_answers: chunks may continue an answer, with forced tokens or drafts.
+    """
+
+    continues_answers = True
+
+    @property
+    def mirror(self) -> list[tuple[DeviceMemory, Tensor]]:
+        """Tensors of the mirror of the KV cache, with the memory that they are in."""
+        return []
+
+    def parts(self, rows: Rows, dispatch: Dispatch) -> list[tuple[Rows, int]]:
+        """Split a step into rows that are computed together; return them with the number that they are padded to."""
+        return dispatch.parts(rows)
+
+    def is_on_host(self, part: Part) -> bool:
+        """Return True if the host computes a part of a step, which is the last one."""
+        return False
+
+    def written(self, works: Sequence[Work]) -> None:
+        """Record that the device computes these parts, before any work that is launched later."""
+
+    def launch(self, work: Work | None, phase: Phase | None) -> HostWork | None:
+        """Compute a part on the host; return None if there is no such part."""
+        return None
+
+
+class HostPrefill(DevicePrefill):
+    """Prompts of a `Runner` that the host computes. Parts of a step are its decode rows, and then its chunks.
 
     host: backend that computes the chunks, with the decoder's `weights`.
     device: backend of the runner.
@@ -98,6 +139,8 @@ class HostPrefill:
     max_rows: maximum rows of a step.
     The other parameters are as for `Runner`.
     """
+
+    continues_answers = False  # a chunk's context would be copied to the host, and the chunk back
 
     def __init__(
         self, host: Backend, weights: ModelWeights, device: Backend, cache: StateStore, config: ModelConfig,
@@ -128,33 +171,36 @@ class HostPrefill:
                 lambda tokens: self._model.hidden(self._buffers.tokens(tokens), self._mirror), max_tokens, decode=False)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors of the mirror."""
-        return self._mirror.tensors
+    def mirror(self) -> list[tuple[DeviceMemory, Tensor]]:
+        return [(self._host.memory, tensor) for tensor in self._mirror.tensors]
 
-    @staticmethod
-    def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-        """Divide the rows of a step into those that the device computes and those that the host computes."""
+    def parts(self, rows: Rows, dispatch: Dispatch) -> list[tuple[Rows, int]]:
         decodes: list[Row] = []
         chunks: list[Row] = []
         for row in rows:
             (decodes if is_decode(row) else chunks).append(row)
-        return decodes, chunks
+        parts = dispatch.parts(decodes) if decodes else []
+        if chunks:
+            parts.append((chunks, len(chunks)))
+        return parts
 
-    def written(self, rows: Sequence[Row]) -> None:
-        """Record that the device computes these rows, before any work that is launched later."""
-        for row in rows:
+    def is_on_host(self, part: Part) -> bool:
+        return not is_decode(part.rows[0])
+
+    def written(self, works: Sequence[Work]) -> None:
+        for row in (row for work in works for row in work.part.rows):
             for run in self._runs(row, row.start, row.start + len(row.token_ids)):
                 self._held[run.block] = min(self._held[run.block], run.first)
 
-    def launch(self, rows: Sequence[Row], *, all_hidden: bool, phase: Phase | None) -> Pending[Chunk]:
-        """Compute rows of known tokens on the host.
-
-        all_hidden: return the hidden states of all tokens, not only of the rows that sample.
+    def launch(self, work: Work | None, phase: Phase | None) -> HostWork | None:
+        """Compute a part on the host; return None if there is no such part.
 
         Returns at once, unless the mirror lacks part of the context: then it waits until the device has computed it. At
         most two chunks may be in flight: the first step must be collected before a third is launched.
         """
+        if work is None:
+            return None
+        rows = work.part.rows
         missing = [run for row in rows for run in self._missing(row)]
         staged = self._buffers.fill([(rows, len(rows))])
         staged.seal()
@@ -164,8 +210,9 @@ class HostPrefill:
         for run in runs:
             self._held[run.block] = run.last
         self._next_buffer = (self._next_buffer + 1) % BUFFERS
-        work = partial(self._compute, staged, staged.parts[0], runs, all_hidden, phase, self._next_buffer)
-        return self._host.enqueue(work)
+        compute = partial(
+            self._compute, staged, staged.parts[0], runs, work.needs_all_hidden, phase, self._next_buffer)
+        return HostWork(work, self._host.enqueue(compute))
 
     def _runs(self, row: Row, begin: int, end: int) -> Iterator[SlotRange]:
         """Yield the slots of a row's positions [begin, end)."""
@@ -212,6 +259,7 @@ class HostPrefill:
     def _compute(
         self, staged: Staged, part: Part, runs: list[SlotRange], all_hidden: bool, phase: Phase | None, buffer: int
     ) -> Chunk:
+        """Compute a part, with the hidden states of all tokens, or of those that are sampled from."""
         staged.upload()
         timings: list[Timings] = []
         if phase is None:

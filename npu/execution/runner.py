@@ -41,19 +41,14 @@ from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
 from npuserve.npu.execution.expert_balance import ExpertBalance
 from npuserve.npu.execution.forward import Forward
 from npuserve.npu.execution.host_blocks import HostBlocks
-from npuserve.npu.execution.host_prefill import Chunk, HostPrefill
+from npuserve.npu.execution.host_prefill import DevicePrefill, HostPrefill
 from npuserve.npu.execution.in_flight import (
     MISSING,
-    HostWork,
     LaunchedStep,
-    PromptRows,
     Recording,
     StepOutput,
     WaitingStep,
-    Work,
-    pooled_rows,
     predicting_rows,
-    prompt_rows,
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
 from npuserve.npu.execution.page_population import PagePopulation
@@ -61,6 +56,7 @@ from npuserve.npu.execution.predictor import Drafts, Eagle3Head, HiddenHead, pre
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.execution.step_drafting import RowDrafting, SampleDrafting, StepDrafting
+from npuserve.npu.execution.work import PromptRows, Work, pooled_rows, prompt_rows
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.layer import Counts
 from npuserve.npu.model.storage import idle_bytes, read_bytes, stored_bytes
@@ -185,16 +181,14 @@ class Runner:
         self.max_drafted_samples = most_samples if most_samples < samples else None
         self._prefill = HostPrefill(
             *prefill, backend, self._store, config, num_blocks, block_size, max_model_len=max_model_len, max_rows=rows,
-            max_tokens=max_num_batched_tokens, observe=observe) if prefill else None
+            max_tokens=max_num_batched_tokens, observe=observe) if prefill else DevicePrefill()
         self._stores = [self._store, *([predictor.store] if predictor else [])]
         paged = [tensor for store in self._stores for tensor in store.paged_tensors]
         longest = -(-max_model_len // block_size)
         self.host_blocks = (HostBlocks(backend, paged, kv_offload_memory, self._store.fixed, num_early=longest)
                             if kv_offload_memory else None)
-        memory = [(backend.memory, tensor) for tensor in self._cached]
-        if self._prefill and prefill:
-            memory += [(prefill[0].memory, tensor) for tensor in self._prefill.tensors]
-        self._pages = PagePopulation(memory)
+        self._pages = PagePopulation(
+            [*((backend.memory, tensor) for tensor in self._cached), *self._prefill.mirror])
         self._pages.map_first()
         captured = predictor if depths else None
         self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last, captured,
@@ -211,9 +205,9 @@ class Runner:
             self._drafting = SampleDrafting(predictor, self._buffers, self._dispatch)
         elif predictor is not None:
             self._drafting = RowDrafting(predictor, self._buffers)
-        # On the host, the context of a chunk of forced tokens would be copied to it, and the chunk back.
-        self.min_forced = 0 if prefill else self._dispatch.min_forced
-        self.max_drafts = 0 if prefill or not self._dispatch.computes_drafts else max_drafts
+        continues = self._prefill.continues_answers
+        self.min_forced = self._dispatch.min_forced if continues else 0
+        self.max_drafts = max_drafts if continues and self._dispatch.computes_drafts else 0
         if can.compiles or (can.sampler_filters and not self._dispatch.decodes.sampled):
             self._warm_up(samples, dtype)
 
@@ -293,19 +287,13 @@ class Runner:
             return LaunchedStep([], self._ids[0][:0].view(1, 0))
         if copies := [(row.state_source, row.state_slot) for row in step.rows if row.state_source >= 0]:
             self.backend.enqueue(partial(self._store.copy_slots, copies, self.backend))
-        device_rows, host_rows = self._prefill.split(step.rows) if self._prefill else (step.rows, [])
-        parts = self._dispatch.parts(device_rows) if device_rows else []
-        if host_rows:
-            parts.append((host_rows, len(host_rows)))
-        staged = self._buffers.fill(parts, self._sampled)
+        staged = self._buffers.fill(self._prefill.parts(step.rows, self._dispatch), self._sampled)
         works: list[Work] = []
         requests: list[int] = []
         constrained: list[ConstrainedRow] = []
         is_constrained = any(part.constrained for part in staged.parts)
         for part in staged.parts:
-            is_on_host = bool(host_rows) and part is staged.parts[-1]
-            works.append(self._plan(
-                part, len(requests), staged, is_constrained=is_constrained, is_on_host=is_on_host, is_timed=timed))
+            works.append(self._plan(part, len(requests), staged, is_constrained=is_constrained, is_timed=timed))
             constrained += [ConstrainedRow(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
         self._sampled = {request_id: index for index, request_id in enumerate(requests)}
@@ -318,17 +306,14 @@ class Runner:
         launched.predicting = predicting_rows(staged.parts[0].rows) if depth else []
         last = self._sampled_ids[: 1 + depth, : len(requests)]
         staged.seal()
-        host_work = works.pop() if host_rows else None
-        if self._prefill:
-            self._prefill.written(device_rows)
+        host_work = works.pop() if self._prefill.is_on_host(works[-1].part) else None
+        self._prefill.written(works)
         if host_work is None and not constrained:
             launched.output = self.backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
             return launched
         queued = self.backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
         self._waiting = WaitingStep(launched, queued, constrained, last, phase)
-        if self._prefill and host_work:
-            chunk = self._prefill.launch(host_work.part.rows, all_hidden=host_work.needs_all_hidden, phase=phase)
-            self._waiting.host = HostWork(host_work, chunk)
+        self._waiting.host = self._prefill.launch(host_work, phase)
         return launched
 
     def _update_requests(self, step: Step) -> None:
@@ -365,7 +350,7 @@ class Runner:
     def ready(self, launched: LaunchedStep) -> bool:
         """Return True if `collect` would not block on the step."""
         if (waiting := self._waiting) and waiting.launched is launched:
-            if waiting.constrained or (waiting.host and not waiting.host.chunk.done()):
+            if not waiting.is_ready():
                 return False
             self._complete()
         output = launched.output
@@ -400,20 +385,21 @@ class Runner:
             requests = ", ".join(str(row.request_id) for row in waiting.constrained)
             raise RuntimeError(f"`sample` was not called for the step with constrained requests {requests}")
         self._waiting = None
-        chunk = waiting.host.chunk.wait() if waiting.host else None
-        waiting.launched.output = self.backend.enqueue(partial(self._finish, waiting, chunk))
+        if waiting.host:
+            waiting.host.chunk.wait()
+        waiting.launched.output = self.backend.enqueue(partial(self._finish, waiting))
 
     # Planning on the host
 
     def _plan(
-        self, part: Part, first: int, staged: Staged, *, is_constrained: bool, is_on_host: bool, is_timed: bool
+        self, part: Part, first: int, staged: Staged, *, is_constrained: bool, is_timed: bool
     ) -> Work:
         """Plan a part.
 
         is_constrained: the step's sampling is queued later.
-        is_on_host: the host computes the part.
         is_timed: the kernels of the step are timed.
         """
+        is_on_host = self._prefill.is_on_host(part)
         sampled_rows = 0 if is_constrained or is_on_host else self._dispatch.sampled_rows(part)
         inputs = self._buffers.host_sampling(sampled_rows) if sampled_rows else None
         drafts = {row.request_id: row.drafts for row in part.rows if row.samples > 1}
@@ -458,15 +444,16 @@ class Runner:
         output.spans[-1].stop()
         return output
 
-    def _finish(self, waiting: WaitingStep, chunk: Chunk | None) -> StepOutput:
-        """Compute the rest of a step. chunk: of the host, if it computed any."""
+    def _finish(self, waiting: WaitingStep) -> StepOutput:
+        """Compute the rest of a step, whose results of the host are complete."""
         self.backend.deliver()
         span = self.backend.span()
         output = waiting.queued.wait()
         output.spans.append(span)
         if waiting.masks:
             waiting.masks.upload()
-        if waiting.host and chunk:
+        if waiting.host:
+            chunk = waiting.host.chunk.wait()
             output.unsampled.append((waiting.host.work, chunk.upload()))
             output.timings += chunk.timings
         with self._timed(waiting.phase, output):

@@ -65,7 +65,7 @@ def load(folder: Path, **settings: Any) -> Runner:
     defaults = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 48, "threads": 1}
     runner = load_module.load_runner(
         folder, **{"kv_cache_memory": 16 << 20, **defaults, **settings}, progress=lambda done, total: None)
-    assert (runner._prefill is not None) == (settings.get("prefill_device") == "cpu")
+    assert isinstance(runner._prefill, HostPrefill) == (settings.get("prefill_device") == "cpu")
     return runner
 
 
@@ -88,7 +88,7 @@ def restored_threads():
 def check_mirror(runner: Runner) -> int:
     """Assert that the mirror equals the device's cache bit by bit; return the number of slots compared."""
     prefill, size = runner._prefill, runner.block_size
-    assert prefill is not None
+    assert isinstance(prefill, HostPrefill)
     runner.backend.synchronize()
     runs = [SlotRange(block, 0, held) for block, held in enumerate(prefill._held) if held]
     assert all(run.last <= size for run in runs)
