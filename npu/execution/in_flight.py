@@ -138,7 +138,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Recording:
-    """Records of the next steps that a runner launches; assign it to `Runner.recording`.
+    """Records of the next steps that a runner launches (`Runner.record`).
 
     left: number of steps to record.
     is_timed: the runner times their kernels. False: a profiler of the device does, in which each launch is a range.
@@ -194,6 +194,7 @@ class WaitingStep:
 
     queued: output of the queued beginning. It has `StepOutput.unsampled` if masks are needed.
     constrained: rows whose masks are not given yet.
+    device_ids: sampled ids and drafts on the device.
     host: part that the host computes; None for a step without such a part.
     masks: masks of the constrained rows; None for no such rows.
     valid: number of valid samples of each constrained request, 0 without a mask.
@@ -202,7 +203,7 @@ class WaitingStep:
     launched: LaunchedStep
     queued: Pending[StepOutput]
     constrained: list[ConstrainedRow]
-    last: Tensor
+    device_ids: Tensor
     phase: Phase | None
     host: HostWork | None = None
     masks: StagedMasks | None = None

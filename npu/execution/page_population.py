@@ -34,7 +34,6 @@ class PagePopulation:
     """Pages of tensors [n, ...] that are used from index 0 on, all at the same rate.
 
     tensors: each with the memory that it is in. Tensors in memory that is not `fresh_is_zero` are left out.
-    steps_in_flight: steps that run now. The owner sets it.
     """
 
     def __init__(self, tensors: Sequence[tuple[DeviceMemory, Tensor]]):
@@ -42,7 +41,15 @@ class PagePopulation:
         self._tensors = [(memory, weakref.ref(tensor)) for memory, tensor in tensors]
         self._portions = -(-sum(tensor.nbytes for _, tensor in tensors) // PORTION_BYTES)
         self._next = 0
-        self.steps_in_flight = 0
+        self._steps_in_flight = 0
+
+    def begin_step(self) -> None:
+        """Map few pages until the step ends."""
+        self._steps_in_flight += 1
+
+    def end_step(self) -> None:
+        """End a step that began."""
+        self._steps_in_flight -= 1
 
     def map_first(self) -> None:
         """Map the first START_BYTES. Raises MemoryError."""
@@ -60,7 +67,7 @@ class PagePopulation:
             while self._next < self._portions:
                 if not self._map_portion():
                     return
-                if self.steps_in_flight:
+                if self._steps_in_flight:
                     time.sleep(BUSY_PAUSE_SECONDS)
         except MemoryError as error:
             log.warning("the KV cache's pages are mapped at their first use: %s", error)

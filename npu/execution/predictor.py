@@ -47,7 +47,7 @@ from torch import Tensor
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.npu.backends.base import Backend
 from npuserve.npu.execution.batch import Batch, Part
-from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.decoder import InputReader, Model
 from npuserve.npu.execution.draft_buffers import SampledTokens
 from npuserve.npu.execution.sampler import Put
 from npuserve.npu.execution.state_store import StateStore
@@ -90,7 +90,11 @@ class Predictor(ABC):
     store: their keys and values.
     last: ids that the latest step sampled.
     ids: [D, S] int64, where `draft_all` writes the 1st, 2nd, ... draft after each sample.
+
+    reads_next_ids: it reads `Batch.next_ids` and `Batch.head`.
     """
+
+    reads_next_ids = False
 
     def __init__(self, model: Model, store: StateStore, block_size: int, last: Tensor, ids: Tensor) -> None:
         self.store = store
@@ -98,6 +102,11 @@ class Predictor(ABC):
         self._block_size = block_size
         self._last = last
         self._ids = ids
+
+    @property
+    def reader(self) -> InputReader | None:
+        """What takes the inputs of the served model's layers; None if nothing does."""
+        return None
 
     @staticmethod
     @abstractmethod
@@ -184,6 +193,8 @@ class Predictor(ABC):
 
 class HiddenHead(Predictor):
     """Head whose input at a position is a hidden state there and the embedding of the next token."""
+
+    reads_next_ids = True
 
     @staticmethod
     def num_following(depth: int) -> int:
@@ -297,6 +308,10 @@ class Eagle3Head(HiddenHead):
         self._weights = weights
         self._features = features
         self._sum: Tensor | None = None
+
+    @property
+    def reader(self) -> InputReader:
+        return self
 
     def read(self, layer: int, residual: Tensor) -> None:
         """Add the product of a layer's input [T, S] and its part of fc to the features, if the head reads it."""

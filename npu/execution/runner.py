@@ -52,7 +52,7 @@ from npuserve.npu.execution.in_flight import (
 )
 from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num_valid
 from npuserve.npu.execution.page_population import PagePopulation
-from npuserve.npu.execution.predictor import Drafts, Eagle3Head, HiddenHead, predictor_of
+from npuserve.npu.execution.predictor import Drafts, predictor_of
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.execution.step_drafting import RowDrafting, SampleDrafting, StepDrafting
@@ -77,25 +77,26 @@ class Runner:
     kv_cache_dtype: "auto", "int8" or "fp8".
     max_model_len: maximum number of positions of a request.
     max_num_seqs, max_num_batched_tokens: rows and tokens of the largest step.
-    max_drafts: most drafts of a step; see `Row.samples`. The attribute is 0 where rows with drafts are much slower than
-        decode rows.
+    max_drafts: most drafts of a step; see `Row.samples`.
     kernel_sampling: number of steps from one timed step to the next; 0 for none. `observe` gets the time of each call.
     prefill: backend that computes prompt chunks, with its weights; None if the device computes them.
     shared_weights: description of the weights in shared memory (`load.describe`), or None.
     cpu_kernels: CPU kernels in use, or None.
     ranks: group of the model's ranks. All of them launch the same steps.
-    recording: record of the steps that are launched now, for a profile; None for none.
     kv_offload_memory: most bytes of host memory for evicted blocks and states; 0 for none.
     draft: weights of a smaller model that drafts tokens, for `ModelConfig.draft`; None for none.
     draft_depths: numbers of tokens that can be drafted after a row where steps are captured as graphs, 0 among them;
         another number is rounded up. Any number can be elsewhere.
     capture_chunks: steps of any rows are captured where steps are (`load.chunk_obstacle`).
+
+    Attributes beside these:
+
+    max_drafts: 0 also where rows with drafts are much slower than decode rows.
+    min_forced: least number of known tokens for which a chunk is faster than as many decode rows; 0 for none.
     host_blocks: the blocks and states in host memory; None for none.
     max_drafted_samples: most samples of a step that drafts tokens; None for any number.
     predicts: steps can draft tokens (`Row.predicts`): the model has a head for this, or there is a smaller one.
     """
-
-    recording: Recording | None = None
 
     def __init__(
         self,
@@ -144,7 +145,8 @@ class Runner:
         self._prompts: dict[int, NewRequest] = {}  # requests with prompt_logprobs
         self._kernel_sampling = kernel_sampling
         self._steps = 0
-        self._sampled: dict[int, int] = {}  # request -> index of its last sample in _last
+        self._sample_indexes: dict[int, int] = {}  # request -> index of its last sample in _device_ids[0]
+        self._recording: Recording | None = None
         self._waiting: WaitingStep | None = None
 
         rows = min(max_num_seqs, max_num_batched_tokens)
@@ -160,23 +162,23 @@ class Runner:
         self.predicts = weights.mtp is not None or draft is not None
         depths = sorted(draft_depths) if self.predicts and can.padding_blocks else []
         depth = max(depths, default=0)
-        # Ids sampled by the last step, and drafts after each.
-        self._sampled_ids = backend.empty((1 + depth, samples), torch.int64).zero_()
-        self._last = self._sampled_ids[0]
-        self._ids = [backend.host_buffer((1 + depth) * samples, dtype=torch.int64) for _ in range(2)]
+        # Ids sampled by the last step, and drafts after each. Those of two steps may be on the host.
+        self._device_ids = backend.empty((1 + depth, samples), torch.int64).zero_()
+        self._host_ids = [backend.host_buffer((1 + depth) * samples, dtype=torch.int64) for _ in range(2)]
         allocate = partial(
             StateStore.allocate, num_blocks=num_blocks, block_size=block_size, dtype=self.cache_dtype, backend=backend,
             model_dtype=dtype)
         predictor = predictor_of(
-            model, draft, backend, allocate, block_size, self._sampled_ids, max_num_batched_tokens if depths else 0,
+            model, draft, backend, allocate, block_size, self._device_ids, max_num_batched_tokens if depths else 0,
             max_num_batched_tokens)
+        captured = predictor if depths else None
         self._sampler = Sampler(self._kernels, config.vocab_size, backend, max_num_seqs)
         self._masks = MaskBuffers(samples, config.vocab_size, backend)
         self._buffers = BatchBuffers(
             max_num_batched_tokens, rows, -(-max_model_len // block_size), block_size,
             num_blocks if can.padding_blocks else None, backend, config.vocab_size, num_slots, max_drafts,
-            has_mtp=isinstance(predictor, HiddenHead),
-            following=predictor.num_following(depth) if predictor and depths else None)
+            has_mtp=predictor is not None and predictor.reads_next_ids,
+            following=captured.num_following(depth) if captured else None)
         most_samples = self._buffers.drafting.most_samples if self._buffers.drafting else samples
         self.max_drafted_samples = most_samples if most_samples < samples else None
         self._prefill = HostPrefill(
@@ -190,9 +192,8 @@ class Runner:
         self._pages = PagePopulation(
             [*((backend.memory, tensor) for tensor in self._cached), *self._prefill.mirror])
         self._pages.map_first()
-        captured = predictor if depths else None
-        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._last, captured,
-                                predictor if isinstance(predictor, Eagle3Head) else None)
+        self._forward = Forward(model, self._store, self._sampler, self._buffers, self._device_ids[0], captured,
+                                predictor.reader if predictor else None)
         # Collectives by torch.distributed cannot be recorded on the CPU.
         is_recordable = ranks.size == 1 or not can.shares_memory or ranks.region is not None
         self._capturable = CapturableSteps(self._forward, self._buffers, samples, captured, depths)
@@ -201,9 +202,9 @@ class Runner:
             capture_mode=backend.settings.capture_mode if is_recordable else "off",
             capture_chunks=capture_chunks, may_drop=ranks.size == 1)
         self._drafting: StepDrafting | None = None
-        if predictor is not None and depths:
-            self._drafting = SampleDrafting(predictor, self._buffers, self._dispatch)
-        elif predictor is not None:
+        if captured:
+            self._drafting = SampleDrafting(captured, self._buffers, self._dispatch)
+        elif predictor:
             self._drafting = RowDrafting(predictor, self._buffers)
         continues = self._prefill.continues_answers
         self.min_forced = self._dispatch.min_forced if continues else 0
@@ -234,9 +235,13 @@ class Runner:
 
     def is_timed(self, step: Step) -> bool:
         """Return True if `launch` will time the kernels of `step`, which is launched next."""
-        if self.recording is None:
+        if self._recording is None:
             return self._kernel_sampling > 0 and self._steps % self._kernel_sampling == 0
-        return self.recording.times(step)
+        return self._recording.times(step)
+
+    def record(self, recording: Recording | None) -> None:
+        """Record the steps that are launched from now on, for a profile; None for no record."""
+        self._recording = recording
 
     @property
     def cache_bytes(self) -> int:
@@ -256,11 +261,11 @@ class Runner:
         """
         self._buffers.clear()
         hidden = self._capturable.largest()
-        self._forward.warm_up(hidden[: len(self._last)])
+        self._forward.warm_up(hidden[: self._device_ids.shape[1]])
         self.backend.synchronize()
 
     def map_cache(self) -> None:
-        """Map the pages of the KV cache in the background. Call it once, when nothing else delays the first request."""
+        """Map the remaining pages of the KV cache in the background. Call it once, at the end of the start."""
         self._pages.start()
 
     def launch(self, step: Step, timed: bool | None = None) -> LaunchedStep:
@@ -274,9 +279,9 @@ class Runner:
         At most two steps may be in flight. Raises ValueError for more rows or tokens than the buffers hold, KeyError
         for unknown requests, and RuntimeError if the previous step lacks its masks.
         """
-        if self.recording is None:
+        if self._recording is None:
             return self._launch(step, self.is_timed(step) if timed is None else timed)
-        return self.recording.launch(step, self._launch)
+        return self._recording.launch(step, self._launch)
 
     def _launch(self, step: Step, timed: bool) -> LaunchedStep:
         self._complete()
@@ -284,10 +289,10 @@ class Runner:
         if self.host_blocks is not None and (step.saves or step.loads):
             self.host_blocks.launch(step.saves, step.loads)
         if not step.rows:
-            return LaunchedStep([], self._ids[0][:0].view(1, 0))
+            return LaunchedStep([], self._host_ids[0][:0].view(1, 0))
         if copies := [(row.state_source, row.state_slot) for row in step.rows if row.state_source >= 0]:
             self.backend.enqueue(partial(self._store.copy_slots, copies, self.backend))
-        staged = self._buffers.fill(self._prefill.parts(step.rows, self._dispatch), self._sampled)
+        staged = self._buffers.fill(self._prefill.parts(step.rows, self._dispatch), self._sample_indexes)
         works: list[Work] = []
         requests: list[int] = []
         constrained: list[ConstrainedRow] = []
@@ -296,23 +301,23 @@ class Runner:
             works.append(self._plan(part, len(requests), staged, is_constrained=is_constrained, is_timed=timed))
             constrained += [ConstrainedRow(len(requests) + i, *part.samples[i]) for i in part.constrained]
             requests += [request_id for request_id, _ in part.samples]
-        self._sampled = {request_id: index for index, request_id in enumerate(requests)}
+        self._sample_indexes = {request_id: index for index, request_id in enumerate(requests)}
         phase = step.phase if timed else None
         self._steps += 1
-        self._pages.steps_in_flight += 1
+        self._pages.begin_step()
         depth = max(work.drafts.depth if work.drafts else 0 for work in works)
-        ids = self._ids[self._steps % 2][: (1 + depth) * len(requests)].fill_(MISSING)
-        launched = LaunchedStep(requests, ids.view(1 + depth, len(requests)))
+        host_ids = self._host_ids[self._steps % 2][: (1 + depth) * len(requests)].fill_(MISSING)
+        launched = LaunchedStep(requests, host_ids.view(1 + depth, len(requests)))
         launched.predicting = predicting_rows(staged.parts[0].rows) if depth else []
-        last = self._sampled_ids[: 1 + depth, : len(requests)]
+        device_ids = self._device_ids[: 1 + depth, : len(requests)]
         staged.seal()
         host_work = works.pop() if self._prefill.is_on_host(works[-1].part) else None
         self._prefill.written(works)
         if host_work is None and not constrained:
-            launched.output = self.backend.enqueue(partial(self._run, staged, works, last, launched.ids, phase))
+            launched.output = self.backend.enqueue(partial(self._run, staged, works, device_ids, launched.ids, phase))
             return launched
         queued = self.backend.enqueue(partial(self._begin, staged, works, phase, not constrained))
-        self._waiting = WaitingStep(launched, queued, constrained, last, phase)
+        self._waiting = WaitingStep(launched, queued, constrained, device_ids, phase)
         self._waiting.host = self._prefill.launch(host_work, phase)
         return launched
 
@@ -367,7 +372,7 @@ class Runner:
             return StepResult({}, {}, {}, 0.0)
         output = launched.output.wait()
         result = output.result(launched)
-        self._pages.steps_in_flight -= 1
+        self._pages.end_step()
         if launched.record:
             launched.record(result.device_seconds, output)
         for timings in output.timings:
@@ -419,15 +424,17 @@ class Runner:
 
     # Work in the device's queue
 
-    def _run(self, staged: Staged, works: list[Work], last: Tensor, ids: Tensor, phase: Phase | None) -> StepOutput:
+    def _run(
+        self, staged: Staged, works: list[Work], device_ids: Tensor, host_ids: Tensor, phase: Phase | None
+    ) -> StepOutput:
         """Compute a step.
 
-        last: sampled ids and drafts on the device, to be copied to `ids` on the host.
+        device_ids, host_ids: sampled ids and drafts on the device, and where they are copied to.
         phase: phase of a step whose kernels are timed; None for other steps.
 
         On a CPU the cores are idle while this waits for the interpreter lock: `launch` prepares as much as possible.
         """
-        return self._end(self._begin(staged, works, phase), last, ids)
+        return self._end(self._begin(staged, works, phase), device_ids, host_ids)
 
     def _begin(self, staged: Staged, works: list[Work], phase: Phase | None, samples: bool = True) -> StepOutput:
         """Compute a step's parts. samples: sample them too; otherwise they are `unsampled`."""
@@ -461,14 +468,15 @@ class Runner:
                 self._sample(work, hidden, output, waiting)
         output.unsampled.clear()
         span.stop()
-        return self._end(output, waiting.last, waiting.launched.ids)
+        return self._end(output, waiting.device_ids, waiting.launched.ids)
 
-    def _end(self, output: StepOutput, last: Tensor, ids: Tensor) -> StepOutput:
+    def _end(self, output: StepOutput, device_ids: Tensor, host_ids: Tensor) -> StepOutput:
+        """Queue the copies of a step's results to the host."""
         output.reports = [(requests, logprobs.fetch(self.backend)) for requests, logprobs in output.reports]
         output.prompt = [(request_id, logprobs.fetch(self.backend)) for request_id, logprobs in output.prompt]
         output.pooled = [(requests, self._fetch(hidden)) for requests, hidden in output.pooled]
         output.drafted = [Drafts(requests, self._fetch(ids)) for requests, ids in output.drafted]
-        output.fetched = self.backend.fetch(last, ids)
+        output.fetched = self.backend.fetch(device_ids, host_ids)
         return output
 
     def _fetch(self, tensor: Tensor) -> Tensor:
@@ -488,7 +496,7 @@ class Runner:
             yield timings
 
     def _compute(self, work: Work, output: StepOutput, timings: Timings | None) -> Tensor | None:
-        """Return the hidden states of a part; None if its sampled ids are in `_last`."""
+        """Return the hidden states of a part; None if its sampled ids are in `_device_ids`."""
         part = work.part
         selection = work.selection
         if isinstance(work.plan, FixedPlan):
@@ -508,7 +516,7 @@ class Runner:
         return hidden
 
     def _sample(self, work: Work, hidden: Tensor, output: StepOutput, waiting: WaitingStep | None = None) -> None:
-        """Sample a part; its sampled ids are then in `_last`. Draft tokens after them.
+        """Sample a part; its sampled ids are then in `_device_ids`. Draft tokens after them.
 
         hidden: hidden states of all its tokens, or of its sampling tokens.
         waiting: the step, if its rows may have masks.
@@ -519,7 +527,7 @@ class Runner:
         self._predict(work, hidden, output)
 
     def _predict(self, work: Work, hidden: Tensor, output: StepOutput) -> None:
-        """Draft tokens after a part whose sampled ids are in `_last`, if that was planned."""
+        """Draft tokens after a part whose sampled ids are in `_device_ids`, if that was planned."""
         if work.drafts is None:
             return
         span = self.backend.span() if work.times_drafts else None

@@ -81,7 +81,7 @@ class Profiler:
             self._folder.discard(self._name)
             raise ProfileError(f"the device's profiler does not start: {error}") from error
         self._recording = Recording(steps, is_timed=self._device is None, on_full=partial(self._end, "steps"))
-        self._runner.recording = self._recording
+        self._runner.record(self._recording)
         self._began = time.perf_counter()
         self._ending = None
         self._is_written = False
@@ -112,7 +112,7 @@ class Profiler:
 
     def close(self) -> None:
         """End without a result, at the end of the engine."""
-        self._runner.recording = None
+        self._runner.record(None)
         if self._writer:
             self._writer.join(CLOSE_SECONDS)
         if self.is_active:
@@ -123,7 +123,7 @@ class Profiler:
         if self._recording is None or self._ending is not None:
             return
         self._ending = ending
-        self._runner.recording = None
+        self._runner.record(None)
         if self._device:
             self._runner.backend.synchronize()
             try:

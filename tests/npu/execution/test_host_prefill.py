@@ -281,7 +281,7 @@ def test_host_prefill_decode_rows_do_not_wait(pair):
         [Row(0, [-1], 1, [0], True), Row(1, ids(9, 1), 0, [1], True)], [NewRequest(1, ids(9, 1), [], GREEDY)]))
     token = runner.collect(first).token_ids[0][0]
     runner._waiting.queued.wait()  # the decode rows are complete
-    early = int(runner._last[0])
+    early = int(runner._device_ids[0, 0])
     assert not runner.ready(second)
     assert second.output is None
     free.set()

@@ -79,7 +79,8 @@ def test_page_population_pauses_while_steps_run(monkeypatch: pytest.MonkeyPatch)
     memory, numbers = Recording(), torch.arange(80)
     for steps in (0, 2):
         pages = PagePopulation([(memory, numbers)])
-        pages.steps_in_flight = steps
+        for _ in range(steps):
+            pages.begin_step()
         pages._map_others()
         assert pauses == [page_population.BUSY_PAUSE_SECONDS] * 10 * bool(steps)
 

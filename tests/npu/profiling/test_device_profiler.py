@@ -101,5 +101,5 @@ def test_profiler_that_does_not_start_refuses_the_profile(
     with pytest.raises(ProfileError, match="the device's profiler does not start: broken at start"):
         profiler.start("", 2, 60.0)
     assert not profiler.is_active
-    assert runner.recording is None
+    assert runner._recording is None
     assert list((tmp_path / "traces").iterdir()) == []
