@@ -197,7 +197,8 @@ class HostTier:
         while len(self._free) < count:
             self._forget_oldest(self._slots)
         slots = self._slots[key] = [self._free.pop() for _ in range(count)]
-        self._new_saves[key] = [HostCopy(index, slot, part if num_parts else WHOLE_BLOCK) for part, slot in enumerate(slots)]
+        parts = range(num_parts) if num_parts else [WHOLE_BLOCK]
+        self._new_saves[key] = [HostCopy(index, slot, part) for part, slot in zip(parts, slots, strict=True)]
         self._num_new += count
         if self._events is not None:
             self._events.saved(key)

@@ -129,9 +129,9 @@ class Scheduler:
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
         self._samples = SampleGroups(self._queue, blocks)  # FOLLOWING
         self._compiling: dict[int, Sequence] = {}  # COMPILING
-        # RUNNING, the oldest first; and PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED. `_preemption` reads the same objects.
-        self._running: Final[list[Sequence]] = []
-        self._paused: Final[dict[int, Sequence]] = {}
+        # `_preemption` reads these two collections, so they are never replaced by others.
+        self._running: Final[list[Sequence]] = []  # RUNNING, the oldest first
+        self._paused: Final[dict[int, Sequence]] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
         self._ended: list[int] = []  # not yet reported to the runner
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step

@@ -167,7 +167,8 @@ class SequenceMemory:
                 return None
             if blocks.shortage(sequence.blocks, sequence.num_tokens, prefix, spare) > 0:
                 return None
-            if state and self.slots is not None and self.slots.num_available < slots_of_request(has_spare=_has_spare(sequence)):
+            num_slots = slots_of_request(has_spare=_has_spare(sequence))
+            if state and self.slots is not None and self.slots.num_available < num_slots:
                 return None
             if tier.num_blocks_of_loads + num_blocks > blocks.num_blocks // MAX_LOADING_SHARE:
                 load_id = tier.oldest_load
