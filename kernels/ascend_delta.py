@@ -63,8 +63,10 @@ class DeltaLaunches:
 
 CHUNK = 64
 CORES = 24
-"""Tokens of a chunk of npu_chunk_gated_delta_rule, and the most cube cores of an A2. The operator works on two chunks
-for each core at once (https://github.com/hicann/ops-transformer/blob/48d9479b65f676086eae24ccb438762298975398/attention/chunk_gated_delta_rule/op_host/chunk_gated_delta_rule_tiling.cpp)."""
+CHUNKS_PER_CORE = 2
+TILING_BYTES = 16 << 20
+"""Tokens of a chunk of npu_chunk_gated_delta_rule, the most cube cores of an A2, chunks on which a core works at once,
+and bytes of the workspace beside these (https://github.com/hicann/ops-transformer/blob/48d9479b65f676086eae24ccb438762298975398/attention/chunk_gated_delta_rule/op_host/chunk_gated_delta_rule_tiling.cpp)."""
 
 
 def chunk_bytes(
@@ -75,13 +77,20 @@ def chunk_bytes(
     The inputs of the convolution exist once for each of 4 taps, also in float32. The states of the rows exist three
     times, and once in float32 in the operator's workspace, beside intermediate results of its chunks.
     """
+    taps = 4
+    float32 = 4
+    float16 = 2
     channels = 2 * key_heads * key_dim + value_heads * value_dim
-    convolution = 4 * tokens * channels * (itemsize + 4)
-    states = rows * value_heads * key_dim * value_dim * (3 * itemsize + 4)
-    at_once = 2 * CORES * CHUNK
-    intermediate = value_heads * at_once * (4 + 2 * (3 * key_dim + 2 * value_dim + CHUNK))
-    masks = CORES * CHUNK * (4 * 4 * CHUNK + 2 * 4 * (2 * CHUNK + 3 * key_dim + value_dim))
-    return max(convolution, states + intermediate + masks + (16 << 20))
+    convolution = taps * tokens * channels * (itemsize + float32)
+    states = rows * value_heads * key_dim * value_dim * (3 * itemsize + float32)
+    tokens_at_once = CHUNKS_PER_CORE * CORES * CHUNK
+    decays = float32
+    products = float16 * (3 * key_dim + 2 * value_dim + CHUNK)
+    intermediate = value_heads * tokens_at_once * (decays + products)
+    masks = 4 * float32 * CHUNK
+    buffers = CHUNKS_PER_CORE * float32 * (2 * CHUNK + 3 * key_dim + value_dim)
+    of_cores = CORES * CHUNK * (masks + buffers)
+    return max(convolution, states + intermediate + of_cores + TILING_BYTES)
 
 
 

@@ -32,15 +32,20 @@ def case(
     sizes: hidden and intermediate size.
     page: tokens of a block of the cache.
     """
-    (q_heads, kv_heads, dim), (hidden, inner), rows = heads, sizes, len(contexts)
+    q_heads, kv_heads, dim = heads
+    hidden, inner = sizes
+    rows = len(contexts)
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[object, ...]:
         def gamma(size: int) -> Tensor:
             return (torch.rand(size, generator=generator) + 0.5).to(dtype)
 
         def projection(n: int, k: int) -> Linear:
-            by, weight = _SCHEMES[scheme], torch.randn(n, k, generator=generator) / k**0.5
-            return Linear(weight.to(dtype) if by is None else weight_of(weight, generator, dtype, by), None)
+            weight = torch.randn(n, k, generator=generator) / k**0.5
+            weight_scheme = _SCHEMES[scheme]
+            if weight_scheme is None:
+                return Linear(weight.to(dtype), None)
+            return Linear(weight_of(weight, generator, dtype, weight_scheme), None)
 
         def layer() -> LayerWeights:
             return LayerWeights(

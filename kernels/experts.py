@@ -18,10 +18,9 @@ from torch import Tensor
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
 from npuserve.kernels.ascend_experts import AscendRouting, routing_of
-from npuserve.kernels.int4_weight import int4_of
+from npuserve.kernels.case_numbers import FLOATS, Numbers, int4, w4a8
 from npuserve.kernels.quantize import ascend_quantize, int8_of, native_quantize, quantize
 from npuserve.kernels.quantized import DYNAMIC, FLOAT8_DYNAMIC, FLOAT8_GROUPED, Quantized, Scheme, scheme_of
-from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel, map_leaves, to_host
 from npuserve.kernels.routing import Routing
 from npuserve.kernels.swiglu import swiglu
@@ -117,36 +116,28 @@ def _routing(generator: torch.Generator, tokens: int, experts: int, top_k: int, 
     return route_experts(logits, torch.eye(experts), top_k, False, 0, experts)
 
 
-def _has_4_bits(numbers: str) -> bool:
-    return numbers.startswith(("int4", "w4a8"))
+# The kernel quantizes x, except where a case says `given`.
+INT8 = Numbers("int8", DYNAMIC)
+INT8_ZEROS = Numbers("zeros", Scheme(symmetric=False))
+FLOAT8_ROWS = Numbers("float8", FLOAT8_DYNAMIC)
+FLOAT8_GROUPS = Numbers("grouped float8", FLOAT8_GROUPED)
 
 
-def _weight(generator: torch.Generator, n: int, k: int, dtype: torch.dtype, numbers: str) -> Weight:
-    """Return the weight of a case.
-
-    numbers: "" for floats, "int8", "zeros" for int8 with zero points, "float8", "grouped float8", "int4 SIZE",
-        "int4 zeros SIZE" with zero points, "w4a8 SIZE" for 4 bits and int8 x.
-    """
-    weight: Tensor = torch.randn(n, k, generator=generator) * k**-0.5
-    if _has_4_bits(numbers):
-        return int4_of(weight, int(numbers.split()[-1]), dtype, zeros="zeros" in numbers,
-                       inputs=DYNAMIC if numbers.startswith("w4a8") else None)
-    if not numbers:
-        return weight.to(dtype)
-    schemes = {"float8": FLOAT8_DYNAMIC, "grouped float8": FLOAT8_GROUPED}
-    return weight_of(weight, generator, dtype, schemes.get(numbers) or Scheme(symmetric=numbers != "zeros"))
+def _weight(generator: torch.Generator, n: int, k: int, dtype: torch.dtype, numbers: Numbers) -> Weight:
+    """Return the weight of a case."""
+    return numbers.weight(torch.randn(n, k, generator=generator) * k**-0.5, generator, dtype)
 
 
-def _features(numbers: str, rows: int) -> dict[str, Any]:
+def _features(numbers: Numbers, rows: int) -> dict[str, Any]:
     """Return what a case with these numbers needs of a device, and its tolerance. rows: of the weight."""
-    is_exact = not numbers or (_has_4_bits(numbers) and not numbers.startswith("w4a8"))
-    return {"zeros": numbers == "zeros", "float8": "float8" in numbers, "int4": rows if _has_4_bits(numbers) else 0,
-            "w4a8": numbers.startswith("w4a8"), "tolerance": 0 if is_exact else FLIPS}
+    return {"zeros": numbers.has_zeros, "float8": numbers.is_float8, "int4": numbers.rows_of_4_bits(rows),
+            "w4a8": numbers.is_w4a8, "tolerance": 0 if numbers.scheme is None else FLIPS}
 
 
-def _is_ragged(numbers: str, columns: int) -> bool:
+def _is_ragged(numbers: Numbers, columns: int) -> bool:
     """Return True if groups of a case's numbers do not divide its columns."""
-    return _has_4_bits(numbers) and columns > (size := int(numbers.split()[-1])) and columns % size > 0
+    size = numbers.group_size
+    return size > 0 and columns > size and columns % size > 0
 
 
 Shape = tuple[int, int, int, int, int]
@@ -157,13 +148,14 @@ _FLOAT8_SHAPES: Sequence[Shape] = (1, 4, 1, 40, 16), (40, 5, 2, 300, 144)
 _QWEN3_30B: Sequence[Shape] = tuple((tokens, 128, 8, 2048, 768) for tokens in (1, 8, 32, 512))
 
 
-def _name(shape: Shape, numbers: str, *, one: bool) -> str:
+def _name(shape: Shape, numbers: Numbers, *, one: bool) -> str:
     tokens, experts, top_k, k, width = shape
-    return f"{tokens}x{k}x{width} top {top_k} of {experts}{numbers and ' ' + numbers}{' all the same' if one else ''}"
+    label = f" {numbers.label}" if numbers.label else ""
+    return f"{tokens}x{k}x{width} top {top_k} of {experts}{label}{' all the same' if one else ''}"
 
 
 def _swiglu_case(
-    shape: Shape, numbers: str = "", scheme: str = "", *, one: bool = False, given: bool = False,
+    shape: Shape, numbers: Numbers = FLOATS, scheme: str = "", *, one: bool = False, given: bool = False,
     benchmark: bool = False,
 ) -> Case:
     """Return a case. given: x is in int8."""
@@ -182,12 +174,13 @@ def _swiglu_case(
 
 @kernel("experts_swiglu", by_layer=True, cases=[
     *(_swiglu_case(shape, numbers, scheme, one=one)
-      for numbers, scheme in (("", ""), ("", "int8"), ("int8", ""), ("zeros", ""))
+      for numbers, scheme in ((FLOATS, ""), (FLOATS, "int8"), (INT8, ""), (INT8_ZEROS, ""))
       for one in (False, True) for shape in _SHAPES),
-    *(_swiglu_case(shape, numbers) for numbers in ("int4 32", "w4a8 32") for shape in _SHAPES),
-    *(_swiglu_case(shape, numbers, numbers) for numbers in ("float8", "grouped float8") for shape in _FLOAT8_SHAPES),
-    _swiglu_case((21, 5, 2, 200, 48), "int4 zeros 64"),
-    *(_swiglu_case(shape, "int8", "int8", given=True) for shape in _SHAPES),
+    *(_swiglu_case(shape, numbers) for numbers in (int4(32), w4a8("w4a8", 32)) for shape in _SHAPES),
+    *(_swiglu_case(shape, numbers, numbers.label) for numbers in (FLOAT8_ROWS, FLOAT8_GROUPS)
+      for shape in _FLOAT8_SHAPES),
+    _swiglu_case((21, 5, 2, 200, 48), int4(64, zeros=True)),
+    *(_swiglu_case(shape, INT8, "int8", given=True) for shape in _SHAPES),
     *(_swiglu_case(shape, benchmark=True) for shape in _QWEN3_30B)])
 def experts_swiglu(
     x: Tensor | Quantized, weight: Weight, routing: Routing, scheme: Scheme | None = None
@@ -230,7 +223,7 @@ def _rows(x: Any, index: Any) -> Any:
 
 
 def _sum_case(
-    shape: Shape, numbers: str = "", *, shared: bool = False, one: bool = False, benchmark: bool = False
+    shape: Shape, numbers: Numbers = FLOATS, *, shared: bool = False, one: bool = False, benchmark: bool = False
 ) -> Case:
     """Return a case. The sizes of the weight are those of the first product, changed: [H, I] of each expert."""
     tokens, experts, top_k, hidden, width = shape
@@ -249,10 +242,10 @@ def _sum_case(
 
 
 @kernel("experts_sum", by_layer=True, cases=[
-    *(_sum_case(shape, numbers, shared=shared, one=shared) for numbers in ("", "int8", "int4 32", "w4a8 32")
+    *(_sum_case(shape, numbers, shared=shared, one=shared) for numbers in (FLOATS, INT8, int4(32), w4a8("w4a8", 32))
       for shared in (False, True) for shape in _SHAPES),
-    *(_sum_case(shape, numbers) for numbers in ("float8", "grouped float8") for shape in _FLOAT8_SHAPES),
-    _sum_case((21, 5, 2, 64, 200), "int4 zeros 64"),
+    *(_sum_case(shape, numbers) for numbers in (FLOAT8_ROWS, FLOAT8_GROUPS) for shape in _FLOAT8_SHAPES),
+    _sum_case((21, 5, 2, 64, 200), int4(64, zeros=True)),
     *(_sum_case(shape, benchmark=True) for shape in _QWEN3_30B)])
 def experts_sum(
     x: Tensor | Quantized, weight: Weight, routing: Routing, shared: Tensor | None = None, gate: Tensor | None = None

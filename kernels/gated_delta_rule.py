@@ -87,7 +87,8 @@ def gated_delta_rule(
     beta = b.to(wide).sigmoid()[..., None]
 
     out = torch.zeros_like(v)
-    starts, slots = metadata.host_cu_seqlens_q, state_slots.tolist()
+    starts = metadata.host_cu_seqlens_q
+    slots = state_slots.tolist()
     for row, context in enumerate(metadata.host_context_lens):
         begin, end = starts[row], starts[row + 1]
         if begin == end:

@@ -170,7 +170,8 @@ class PackedInt4:
 
     def write(self, first: int, words: Tensor, column: int = 0) -> None:
         """Write words [m, w] to rows [first, first + m), from column `column` on, the first of a group."""
-        begin, end = column // WORD_CODES, column // WORD_CODES + words.shape[1]
+        begin = column // WORD_CODES
+        end = begin + words.shape[1]
         first_of_view = 0
         for view in self._lines():  # [panels, groups, lines, 16]
             groups, lines = view.shape[1:3]
@@ -199,13 +200,16 @@ class PackedInt4:
         """Return views of the codes, [panels, groups, lines, 16] int32: of whole groups, and of a shorter last one."""
         whole, rest = divmod(self.k, self.grouping.size)
         lines, header = self.grouping.size // WORD_CODES, self.grouping.header_bytes // 4
-        views = []
-        for groups, count, first in ((whole, lines, 0), (1, rest // WORD_CODES, whole)):
-            if groups and count:
-                begin = first * self._group_bytes // 4 + header
-                views.append(self.packed.as_strided(
-                    (self._panels, groups, count, LANES),
-                    (self._panel_bytes // 4, self._group_bytes // 4, LANES, 1), self.packed.storage_offset() + begin))
+        strides = (self._panel_bytes // 4, self._group_bytes // 4, LANES, 1)
+
+        def view(first: int, groups: int, count: int) -> Tensor:
+            """Return the view of `groups` groups of `count` lines, from group `first` on."""
+            offset = self.packed.storage_offset() + first * self._group_bytes // 4 + header
+            return self.packed.as_strided((self._panels, groups, count, LANES), strides, offset)
+
+        views = [view(0, whole, lines)] if whole else []
+        if rest >= WORD_CODES:
+            views.append(view(whole, 1, rest // WORD_CODES))
         return views
 
     def _scales(self) -> Tensor:

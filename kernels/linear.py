@@ -11,11 +11,12 @@ from torch import Tensor
 
 from npuserve.kernels import ascend, native, triton
 from npuserve.kernels.ascend import torch_npu
+from npuserve.kernels.case_numbers import FLOATS, Numbers, int4, w4a8
 from npuserve.kernels.greedy import greedy
 from npuserve.kernels.int4 import PlainInt4
-from npuserve.kernels.int4_weight import Int4Weight, int4_of
+from npuserve.kernels.int4_weight import Int4Weight
 from npuserve.kernels.mask_logits import mask_logits, random_masks
-from npuserve.kernels.quantize import ascend_quantize, int8_of, native_quantize, quantize
+from npuserve.kernels.quantize import ascend_quantize, native_quantize, quantize
 from npuserve.kernels.quantized import (
     DYNAMIC,
     FLOAT8_DYNAMIC,
@@ -26,7 +27,6 @@ from npuserve.kernels.quantized import (
     Scheme,
     scheme_of,
 )
-from npuserve.kernels.quantized_weight import weight_of
 from npuserve.kernels.registry import Case, kernel
 from npuserve.kernels.swiglu import swiglu
 from npuserve.kernels.weight import Weight, WeightForm, form_of, from_ascend, packed, to_ascend
@@ -42,59 +42,66 @@ IMPRECISE = 1e-3, 2e-6
 QWEN3_06B = ((1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024))
 
 
-def _case(tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = False, int8: str = "") -> Case:
-    """Return a case.
+INT8_GIVEN = Numbers("int8 given", DYNAMIC, is_given=True)
+INT8_MADE = Numbers("int8 made", DYNAMIC)
+INT8_ZEROS = Numbers("int8 zeros", Scheme(symmetric=False), is_given=True)
+FLOAT8_GIVEN = Numbers("float8", FLOAT8_DYNAMIC, is_given=True)
+FLOAT8_MADE = Numbers("float8 made", FLOAT8_DYNAMIC)
+GROUPED_GIVEN = Numbers("grouped float8", FLOAT8_GROUPED, is_given=True)
+GROUPED_MADE = Numbers("grouped float8 made", FLOAT8_GROUPED)
 
-    int8: "" for a weight of floats; "given" for x and weight in int8; "zeros" for both with zero points.
-        With "made" the kernel quantizes x. "float8" and "float8 made" are the same in float8; "grouped float8" and
-        "grouped float8 made" have a scale for each group of columns. "int4 SIZE" for x of floats and a weight of 4 bits
-        in groups of SIZE; "int4 zeros SIZE" with zero points. "int4 given SIZE" has x in int8, "int4 made SIZE"
-        quantizes it.
-    """
-    int4 = int8.startswith("int4")
-    w4a8 = int4 and ("given" in int8 or "made" in int8)
-    float8, made, zeros = "float8" in int8, "made" in int8, int8 == "zeros"
-    scheme = FLOAT8_GROUPED if "grouped" in int8 else FLOAT8_DYNAMIC if float8 else Scheme(symmetric=not zeros)
 
+def _int4_given(size: int) -> Numbers:
+    return w4a8("int4 given", size, is_given=True)
+
+
+def _int4_made(size: int) -> Numbers:
+    return w4a8("int4 made", size)
+
+
+def _case(
+    tokens: int, k: int, n: int, bias: bool = False, benchmark: bool = False, numbers: Numbers = FLOATS
+) -> Case:
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Tensor | Quantized, Weight, Tensor | None]:
         x = torch.randn(tokens, k, generator=generator)
         weight = torch.randn(n, k, generator=generator) * k**-0.5
         b = torch.randn(n, generator=generator).to(dtype) if bias else None
-        if not int8:
-            return x.to(dtype), weight.to(dtype), b
-        if int4:
-            w = int4_of(weight, int(int8.split()[-1]), dtype, zeros="zeros" in int8, inputs=DYNAMIC if w4a8 else None)
-            return int8_of(x, generator, DYNAMIC) if w4a8 and not made else x.to(dtype), w, b
-        quantized = weight_of(weight, generator, dtype, scheme)
-        return x.to(dtype) if made else int8_of(x, generator, scheme), quantized, b
+        quantized = numbers.weight(weight, generator, dtype)
+        return numbers.x(x, generator, dtype), quantized, b
 
-    return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}{_numbers(int8)}", make, benchmark,
-                zeros=zeros, float8=float8, int4=n if int4 else 0, w4a8=w4a8,
-                tolerance=FLIPS if made else IMPRECISE[0] + IMPRECISE[1] * k if float8 else 0)
+    tolerance = 0.0
+    if numbers.quantizes:
+        tolerance = FLIPS
+    elif numbers.is_float8:
+        tolerance = IMPRECISE[0] + IMPRECISE[1] * k
+    return Case(f"{tokens}x{k}x{n}{'+bias' if bias else ''}{_suffix(numbers)}", make, benchmark,
+                zeros=numbers.has_zeros, float8=numbers.is_float8, int4=numbers.rows_of_4_bits(n),
+                w4a8=numbers.is_w4a8, tolerance=tolerance)
 
 
-def _numbers(int8: str) -> str:
-    """Return the part of a case's name for its `int8`."""
-    return int8 and f" {'' if 'float8' in int8 or 'int4' in int8 else 'int8 '}{int8}"
+def _suffix(numbers: Numbers) -> str:
+    """Return the part of a case's name for its numbers."""
+    return f" {numbers.label}" if numbers.label else ""
 
 
 @kernel(
     "linear",
     cases=[
-        *(_case(t, k, n, bias, int8=int8) for int8 in ("", "given", "zeros", "made", "float8", "float8 made")
+        *(_case(t, k, n, bias, numbers=numbers)
+          for numbers in (FLOATS, INT8_GIVEN, INT8_ZEROS, INT8_MADE, FLOAT8_GIVEN, FLOAT8_MADE)
           for t, k, n, bias in ((1, 8, 3, False), (5, 33, 17, True), (16, 64, 96, False), (47, 130, 200, True))),
-        *(_case(t, 300, n, bias, int8=int8) for int8 in ("grouped float8", "grouped float8 made") for t, n, bias in (
+        *(_case(t, 300, n, bias, numbers=numbers) for numbers in (GROUPED_GIVEN, GROUPED_MADE) for t, n, bias in (
             (1, 5, False), (40, 70, True))),
-        *(_case(t, k, n, bias, int8=int8) for int8, t, k, n, bias in (
-            ("int4 32", 1, 32, 3, False), ("int4 32", 5, 72, 17, True), ("int4 zeros 32", 3, 64, 49, True),
-            ("int4 64", 13, 104, 81, False), ("int4 zeros 64", 70, 320, 130, True), ("int4 128", 7, 200, 35, True),
-            ("int4 zeros 128", 29, 392, 90, False), ("int4 32", 1, 32, 8, True), ("int4 zeros 64", 9, 200, 72, True),
-            ("int4 128", 33, 256, 96, False),
-            ("int4 given 32", 1, 32, 3, False), ("int4 made 32", 5, 72, 17, True),
-            ("int4 given 64", 13, 104, 81, False), ("int4 given 128", 29, 392, 90, True),
-            ("int4 given 32", 70, 320, 130, True),
-            ("int4 made 128", 130, 8192, 19, False))),
-        *(_case(t, k, n, benchmark=True, int8=int8) for int8 in ("", "given", "int4 32", "int4 given 32")
+        *(_case(t, k, n, bias, numbers=numbers) for numbers, t, k, n, bias in (
+            (int4(32), 1, 32, 3, False), (int4(32), 5, 72, 17, True), (int4(32, zeros=True), 3, 64, 49, True),
+            (int4(64), 13, 104, 81, False), (int4(64, zeros=True), 70, 320, 130, True), (int4(128), 7, 200, 35, True),
+            (int4(128, zeros=True), 29, 392, 90, False), (int4(32), 1, 32, 8, True),
+            (int4(64, zeros=True), 9, 200, 72, True), (int4(128), 33, 256, 96, False),
+            (_int4_given(32), 1, 32, 3, False), (_int4_made(32), 5, 72, 17, True),
+            (_int4_given(64), 13, 104, 81, False), (_int4_given(128), 29, 392, 90, True),
+            (_int4_given(32), 70, 320, 130, True),
+            (_int4_made(128), 130, 8192, 19, False))),
+        *(_case(t, k, n, benchmark=True, numbers=numbers) for numbers in (FLOATS, INT8_GIVEN, int4(32), _int4_given(32))
           for t in (1, 8, 32, 512) for k, n in QWEN3_06B),
     ],
 )
@@ -111,15 +118,15 @@ def linear(x: Tensor | Quantized, weight: Weight, bias: Tensor | None) -> Tensor
 
 
 def _swiglu_case(
-    tokens: int, k: int, intermediate: int, bias: bool = False, benchmark: bool = False, int8: str = "",
+    tokens: int, k: int, intermediate: int, bias: bool = False, benchmark: bool = False, numbers: Numbers = FLOATS,
     scheme: str = "",
 ) -> Case:
-    product = _case(tokens, k, 2 * intermediate, bias, int8=int8)
+    product = _case(tokens, k, 2 * intermediate, bias, numbers=numbers)
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
         return *product.make(generator, dtype), scheme_of(scheme, generator)
 
-    name = f"{tokens}x{k}x2x{intermediate}{'+bias' if bias else ''}{_numbers(int8)}"
+    name = f"{tokens}x{k}x2x{intermediate}{'+bias' if bias else ''}{_suffix(numbers)}"
     return Case(name + (scheme and " to " + scheme), make, benchmark, zeros=product.zeros or scheme in ZEROS,
                 float8=product.float8 or scheme in FLOAT8_SCHEMES, int4=product.int4, w4a8=product.w4a8,
                 tolerance=product.tolerance)
@@ -128,18 +135,18 @@ def _swiglu_case(
 @kernel(
     "linear_swiglu",
     cases=[
-        *(_swiglu_case(t, k, i, bias, int8=int8, scheme=scheme)
-          for int8, scheme in (("", ""), ("given", "int8"), ("made", ""), ("zeros", "asymmetric"), ("", "static"),
-                               ("float8", "float8"), ("", "static float8"))
+        *(_swiglu_case(t, k, i, bias, numbers=numbers, scheme=scheme)
+          for numbers, scheme in ((FLOATS, ""), (INT8_GIVEN, "int8"), (INT8_MADE, ""), (INT8_ZEROS, "asymmetric"),
+                                  (FLOATS, "static"), (FLOAT8_GIVEN, "float8"), (FLOATS, "static float8"))
           for t, k, i, bias in (
               (1, 8, 3, False), (5, 33, 16, True), (37, 64, 80, False), (6, 40, 96, False), (9, 20, 23, True))),
-        _swiglu_case(7, 300, 150, True, int8="grouped float8", scheme="grouped float8"),
-        *(_swiglu_case(t, k, i, bias, int8=int8) for int8, t, k, i, bias in (
-            ("int4 32", 1, 64, 48, False), ("int4 zeros 128", 6, 136, 32, True), ("int4 64", 40, 128, 23, True),
-            ("int4 given 32", 1, 64, 48, False), ("int4 made 64", 40, 136, 23, True),
-            ("int4 given 128", 14, 256, 64, True))),
-        *(_swiglu_case(t, 1024, 3072, benchmark=True, int8=int8, scheme=scheme)
-          for int8, scheme in (("", ""), ("given", "int8"), ("int4 32", "")) for t in (1, 8, 32, 512)),
+        _swiglu_case(7, 300, 150, True, numbers=GROUPED_GIVEN, scheme="grouped float8"),
+        *(_swiglu_case(t, k, i, bias, numbers=numbers) for numbers, t, k, i, bias in (
+            (int4(32), 1, 64, 48, False), (int4(128, zeros=True), 6, 136, 32, True), (int4(64), 40, 128, 23, True),
+            (_int4_given(32), 1, 64, 48, False), (_int4_made(64), 40, 136, 23, True),
+            (_int4_given(128), 14, 256, 64, True))),
+        *(_swiglu_case(t, 1024, 3072, benchmark=True, numbers=numbers, scheme=scheme)
+          for numbers, scheme in ((FLOATS, ""), (INT8_GIVEN, "int8"), (int4(32), "")) for t in (1, 8, 32, 512)),
     ],
 )
 def linear_swiglu(
@@ -154,10 +161,11 @@ def linear_swiglu(
 
 
 def _argmax_case(
-    rows: int, k: int, vocabulary: int, padding: int, benchmark: bool = False, int8: str = "", masked: bool = False
+    rows: int, k: int, vocabulary: int, padding: int, benchmark: bool = False, numbers: Numbers = FLOATS,
+    masked: bool = False,
 ) -> Case:
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Any, ...]:
-        x, weight, _ = _case(rows, k, vocabulary + padding, int8=int8).make(generator, dtype)
+        x, weight, _ = _case(rows, k, vocabulary + padding, numbers=numbers).make(generator, dtype)
         form = form_of(weight)
         form.repeat_first(vocabulary)
         if isinstance(form, Int4Weight):
@@ -169,25 +177,32 @@ def _argmax_case(
         factors[vocabulary:] *= 3
         return x, weight, None, vocabulary, *(random_masks(generator, rows, vocabulary) if masked else ())
 
-    float8 = "float8" in int8
-    int4 = vocabulary + padding if int8.startswith("int4") else 0
-    w4a8 = int8.startswith("int4 made")
-    numbers = " float8" if float8 else " w4a8" if w4a8 else " int4" if int4 else int8 and " int8"
-    name = f"{rows}x{k}x{vocabulary}+{padding}{numbers}"
-    return Case(name + (" masked" if masked else ""), make, benchmark, float8=float8, int4=int4, w4a8=w4a8)
+    name = f"{rows}x{k}x{vocabulary}+{padding}{_argmax_suffix(numbers)}{' masked' if masked else ''}"
+    return Case(name, make, benchmark, float8=numbers.is_float8, int4=numbers.rows_of_4_bits(vocabulary + padding),
+                w4a8=numbers.is_w4a8)
+
+
+def _argmax_suffix(numbers: Numbers) -> str:
+    """Return the part of a case's name for its numbers, of which x is never given."""
+    if numbers.group_size:
+        return " w4a8" if numbers.is_w4a8 else " int4"
+    if numbers.is_float8:
+        return " float8"
+    return " int8" if numbers.scheme else ""
 
 
 @kernel(
     "linear_argmax",
     cases=[
-        *(_argmax_case(*shape, int8=int8, masked=masked) for masked in (False, True) for int8 in ("", "made")
+        *(_argmax_case(*shape, numbers=numbers, masked=masked)
+          for masked in (False, True) for numbers in (FLOATS, INT8_MADE)
           for shape in ((1, 8, 7, 0), (5, 32, 101, 27), (40, 64, 300, 20))),
-        *(_argmax_case(*shape, int8="int4 32", masked=masked) for masked in (False, True)
+        *(_argmax_case(*shape, numbers=int4(32), masked=masked) for masked in (False, True)
           for shape in ((1, 40, 101, 27), (14, 96, 70, 20), (20, 32, 33, 5))),
-        *(_argmax_case(*shape, int8="int4 made 32", masked=masked) for masked in (False, True)
+        *(_argmax_case(*shape, numbers=_int4_made(32), masked=masked) for masked in (False, True)
           for shape in ((1, 40, 101, 27), (14, 96, 70, 20))),
-        *(_argmax_case(*shape, int8="float8 made") for shape in ((1, 8, 7, 0), (6, 48, 90, 38))),
-        *(_argmax_case(rows, 1024, 151936, 0, benchmark=True, int8=int8) for int8 in ("", "made")
+        *(_argmax_case(*shape, numbers=FLOAT8_MADE) for shape in ((1, 8, 7, 0), (6, 48, 90, 38))),
+        *(_argmax_case(rows, 1024, 151936, 0, benchmark=True, numbers=numbers) for numbers in (FLOATS, INT8_MADE)
           for rows in (1, 8, 32)),
         _argmax_case(32, 1024, 151936, 0, benchmark=True, masked=True),
     ],

@@ -36,7 +36,9 @@ def _case(
     rotary_dim = rotary_dim or head_dim
 
     def make(generator: torch.Generator, dtype: torch.dtype) -> tuple[Cache | float | None, ...]:
-        blocks, block_size, max_positions = -(-tokens // 16) + 2, 16, max(64, tokens)
+        block_size = 16
+        blocks = -(-tokens // block_size) + 2
+        max_positions = max(64, tokens)
         qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim, generator=generator).to(dtype)
         kind = torch.float32 if wide_gamma else dtype
         gammas = [torch.rand(head_dim, generator=generator).add(0.5).to(kind) if norm else None for _ in "qk"]
@@ -50,8 +52,11 @@ def _case(
         return qkv, *gammas, 1e-6, cos_sin, positions, slots, k_cache, v_cache, q_heads
 
     rotated = "" if rotary_dim == head_dim else f" rotary {rotary_dim}"
-    normed = " float32 gamma" if wide_gamma else "" if norm else " no norm"
-    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{rotated}{normed}{cached and f' {cached}'}"
+    normed = "" if norm else " no norm"
+    if wide_gamma:
+        normed = " float32 gamma"
+    in_cache = f" {cached}" if cached else ""
+    name = f"{tokens}x{q_heads}/{kv_heads}x{head_dim}{rotated}{normed}{in_cache}"
     return Case(name, make, benchmark, head_dim, QUANTIZED.get(cached))
 
 
@@ -242,12 +247,13 @@ def by_operators(
     q_weight = None if q_gamma is None else ascend.table_as(q_gamma, qkv.dtype)
     k_weight = None if k_gamma is None else ascend.table_as(k_gamma, qkv.dtype)
     heads = qkv.view(tokens, -1, dim)
-    q_part, k_part, v_part = slice(num_q_heads), slice(num_q_heads, num_q_heads + kv_heads), slice(-kv_heads, None)
-    q, k = _normed(heads, q_weight, eps, q_part), _normed(heads, k_weight, eps, k_part)
+    q = _normed(heads, q_weight, eps, slice(num_q_heads))
+    k = _normed(heads, k_weight, eps, slice(num_q_heads, num_q_heads + kv_heads))
+    v = heads[:, -kv_heads:]
     q, k = torch_npu.npu_mrope(
         positions, q.flatten(1), k.flatten(1), ascend.table_as(cos_sin, qkv.dtype), dim,
         mrope_section=[0, 0, 0], rotary_mode="half")
-    _write(k.view(tokens, kv_heads, dim), heads[:, v_part].contiguous(), k_cache, v_cache, slot_mapping)
+    _write(k.view(tokens, kv_heads, dim), v.contiguous(), k_cache, v_cache, slot_mapping)
     turned: Tensor = q.view(tokens, num_q_heads, dim)
     return turned
 

@@ -137,17 +137,30 @@ class HostSlots(NamedTuple):
     max_early_saves: int = 1
 
 
+STATE_SLOTS_PER_REQUEST = 2
+"""Slots of fixed state with which a request can run and continue a checkpoint: one for its state, and that of the
+checkpoint."""
+WHOLE_BLOCK = -1
+"""`HostCopy.part` of a block of the KV cache."""
+
+
 class HostCopy(NamedTuple):
     """Copy between the device and a slot of host memory, which has the size of a block of the KV cache.
 
     device_index: block of the KV cache; for a fixed state its slot on the device.
     slot: of host memory.
-    part: number of the part of the fixed state that is copied, of which each takes a slot of host memory; -1: a block.
+    part: number of the part of the fixed state that is copied, of which each takes a slot of host memory; WHOLE_BLOCK
+        for a block.
     """
 
     device_index: int
     slot: int
-    part: int = -1
+    part: int = WHOLE_BLOCK
+
+    @property
+    def is_block(self) -> bool:
+        """True for a block of the KV cache, False for a part of a fixed state."""
+        return self.part == WHOLE_BLOCK
 
 
 class HostLoad(msgspec.Struct, frozen=True):

@@ -99,6 +99,8 @@ def gemm_of(isa: str) -> str:
 def choose(wanted: CpuKernelSettings, inputs: int = 0) -> CpuKernels:
     """Choose instruction set and weight form, and apply them to all later calls of this process.
 
+    Weights that are packed already keep their form, and are multiplied right by any instruction set.
+
     inputs: K of the weights for measuring the form; 0 takes the usual form without measuring.
 
     Raises ValueError, which names the setting, for a setting that this processor does not support.
@@ -106,7 +108,8 @@ def choose(wanted: CpuKernelSettings, inputs: int = 0) -> CpuKernels:
     lib = native.library()
     kept = wanted.kept
     if kept is not None and kept.isa in lib.isas:
-        lib.isa, lib.compact = lib.isas.index(kept.isa), kept.weights == "compact"
+        lib.isa = lib.isas.index(kept.isa)
+        lib.compact = kept.weights == "compact"
         return kept
     _require(lib.isas, wanted.gemm)
     rates = measure_rates()

@@ -86,29 +86,32 @@ def config(
     small = shared < _LARGE and cached.itemsize > 1
     if not chunks:
         if exact:
-            return Config(16, keys, 4, 3, 2, 128)
+            return Config(queries=16, keys=keys, warps=4, stages=3, programs=2, least=128)
         if tokens <= 8:
-            return Config(16, keys, 4, 5 if small else 7, 2, 64)
+            return Config(queries=16, keys=keys, warps=4, stages=5 if small else 7, programs=2, least=64)
         if tokens <= 32 and wide == 128 and not small:
-            return Config(16, 128, 8, 5, 1, 128)
+            return Config(queries=16, keys=128, warps=8, stages=5, programs=1, least=128)
         if cached.itemsize == 1:
-            return Config(16, min(128, 2 * keys), 4, 5, 2, 128)
-        return Config(16, keys, 4, 7 if tokens <= 128 and not small else 5, 2, 128)
+            return Config(queries=16, keys=min(128, 2 * keys), warps=4, stages=5, programs=2, least=128)
+        stages = 7 if tokens <= 128 and not small else 5
+        return Config(queries=16, keys=keys, warps=4, stages=stages, programs=2, least=128)
     if exact:
-        return Config(16, keys, 4, 2, 2, 256)
+        return Config(queries=16, keys=keys, warps=4, stages=2, programs=2, least=256)
     if wide > 128:
-        return Config(64, keys, 8, 3, 1, 256)
+        return Config(queries=64, keys=keys, warps=8, stages=3, programs=1, least=256)
     if cached.itemsize == 1:
-        return Config(64, 128, 4, 2, 1, 256)
-    return Config(128, 64, 8, 3 if small else 5, 1, 256) if tokens > 256 else Config(64, 64, 4, 3, 2, 256)
+        return Config(queries=64, keys=128, warps=4, stages=2, programs=1, least=256)
+    if tokens > 256:
+        return Config(queries=128, keys=64, warps=8, stages=3 if small else 5, programs=1, least=256)
+    return Config(queries=64, keys=64, warps=4, stages=3, programs=2, least=256)
 
 
 CONFIGS = {
-    False: [Config(16, *numbers) for numbers in (
+    False: [Config(16, *numbers) for numbers in (  # keys, warps, stages, programs, least
         (64, 4, 5, 2, 128), (64, 4, 5, 2, 64), (64, 4, 7, 2, 64), (64, 4, 7, 2, 128), (64, 4, 7, 3, 128),
         (32, 4, 5, 4, 128), (32, 4, 7, 4, 128), (64, 2, 5, 4, 128), (32, 2, 5, 6, 128), (32, 1, 5, 8, 128),
         (128, 8, 5, 1, 128), (128, 4, 5, 1, 128), (128, 4, 5, 2, 128), (64, 8, 7, 2, 128))],
-    True: [Config(*numbers, 256) for numbers in (
+    True: [Config(*numbers, 256) for numbers in (  # queries, keys, warps, stages, programs
         (64, 64, 4, 3, 2), (64, 64, 4, 4, 2), (64, 32, 4, 3, 3), (64, 32, 4, 5, 3), (64, 128, 4, 2, 1),
         (64, 128, 4, 3, 2), (128, 64, 8, 4, 1), (128, 64, 8, 5, 1), (128, 64, 8, 7, 1), (128, 128, 8, 3, 1))],
 }

@@ -204,8 +204,12 @@ def _targets(out: Tensor | Quantized, scheme: Scheme | None) -> dict[str, Tensor
 
 def _blocks(width: int, scheme: Scheme | None) -> tuple[int, int]:
     """Return BLOCK and GROUP for rows of `width`."""
-    return (max(power(width), GROUP), GROUP) if scheme and scheme.grouped else (power(width), 0)
+    if scheme and scheme.grouped:
+        return max(power(width), GROUP), GROUP
+    return power(width), 0
 
 
 def _warps(block: int, quantizes: bool) -> int:
-    return min(max(block // (256 if quantizes else 512), 1), 32 if quantizes else 16)
+    """Return the warps of a program for a row of `block` numbers."""
+    numbers_per_warp, max_warps = (256, 32) if quantizes else (512, 16)
+    return min(max(block // numbers_per_warp, 1), max_warps)

@@ -177,6 +177,11 @@ class CapturedProgram:
     ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
         return self._program.replay_timed(rows)
 
+CACHE_DIVISOR = 4
+"""A cache of unset size takes this part of the free memory: other processes run on the host."""
+MAX_CACHE_BYTES = 4 << 30
+"""Maximum of a cache of unset size: its pages must be cleared."""
+
 
 class HostMemory(DeviceMemory):
     """Memory of the host.
@@ -196,8 +201,8 @@ class HostMemory(DeviceMemory):
         return free_host_memory() // self._ranks
 
     def cache_share(self, free: int) -> int:
-        """Return a quarter of `free`, since other processes run here, and at most 4 GiB, as pages must be cleared."""
-        return min(free // 4, 4 << 30)
+        """Return the part of `free` for a cache whose size is not set."""
+        return min(free // CACHE_DIVISOR, MAX_CACHE_BYTES)
 
     @property
     def fresh_is_zero(self) -> bool:

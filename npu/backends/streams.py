@@ -27,6 +27,9 @@ MIN_HELD_BYTES = 4 << 30
 """Less memory is held by drivers, and by the contexts of this process."""
 MIN_RISE_BYTES = 16 << 20
 """Free memory that rises by less in a second does not rise."""
+CACHE_PERCENT = 90
+"""Part of the free memory that a cache of unset size takes. The rest is for graphs, operator workspaces and
+fragmentation of the pools."""
 QUIET_SECONDS = 5
 MAX_RELEASE_SECONDS = 60
 """The memory of a killed process returns late: within 50 s on an NPU
@@ -184,8 +187,8 @@ class StreamMemory(DeviceMemory):
         return taken_bytes(self._streams, self._device) - int(self._streams.memory_reserved(self._device))
 
     def cache_share(self, free: int) -> int:
-        """Return nine tenths of `free`: the rest is for graphs, operator workspaces and fragmentation of the pools."""
-        return free * 9 // 10
+        """Return the part of `free` for a cache whose size is not set."""
+        return free * CACHE_PERCENT // 100
 
 
 class StreamBackend(Backend):

@@ -34,7 +34,7 @@ from npuserve.npu.backends import register_emulated
 from npuserve.npu.backends.base import BackendError
 from npuserve.npu.emulator.absent import VERSIONS
 from npuserve.npu.emulator.backend import EmulatedAscend
-from npuserve.npu.emulator.build import STUBS, EmulatorError, libraries
+from npuserve.npu.emulator.build import STUBS, EmulatorError, libraries, operator_library
 from npuserve.npu.emulator.profiler import TaskProfiler
 from npuserve.npu.large_import import import_large
 
@@ -275,8 +275,7 @@ def operators() -> dict[str, Any]:
     """
     _lib()
     table: dict[str, Any] = {"operators": {}, "rules": []}
-    for name in ("libopapi.so", "libopapi_transformer.so"):
-        library = ctypes.CDLL(name)
+    for library in (operator_library(), operator_library("libopapi_transformer.so")):
         library.emuOperators.restype = ctypes.c_char_p
         part = json.loads(library.emuOperators())
         table["operators"] |= part["operators"]

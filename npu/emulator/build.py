@@ -7,6 +7,7 @@ processes build once.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import importlib.metadata
@@ -253,3 +254,8 @@ def _build(
             if old.name == "built":
                 shutil.rmtree(old.parent, ignore_errors=True)
     log.warning("the emulated NPU is built, in %.0f s", time.monotonic() - begun)
+
+
+def operator_library(name: str = "libopapi.so") -> ctypes.CDLL:
+    """Return a library of operators. The emulated one, in a process where the emulator is active."""
+    return ctypes.CDLL(name)

@@ -11,6 +11,7 @@ from torch import Tensor
 from npuserve.kernels import ascend_delta
 from npuserve.kernels.ascend_delta import DeltaLaunches
 from npuserve.kernels.attention import AttentionMetadata
+from npuserve.npu.emulator.build import operator_library
 from npuserve.npu.emulator.fused_heads import DTYPES
 
 
@@ -69,7 +70,7 @@ def _submit(name: str, tensors: Sequence[Tensor | None], numbers: Sequence[int],
     """Submit one task to the current stream, as triton-ascend launches a kernel."""
     pointers = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
     stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
-    function = getattr(ctypes.CDLL("libopapi.so"), f"emu_{name}")
+    function = getattr(operator_library(), f"emu_{name}")
     more = () if eps is None else (ctypes.c_double(eps),)
     if code := function(pointers, (ctypes.c_int64 * len(numbers))(*numbers), *more, stream):
         raise RuntimeError(f"{name}_kernel: error code is {code}")

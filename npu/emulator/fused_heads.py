@@ -7,6 +7,8 @@ import ctypes
 import torch
 from torch import Tensor
 
+from npuserve.npu.emulator.build import operator_library
+
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 27}
 """aclDataType."""
 
@@ -25,6 +27,6 @@ def launch(
         tokens, num_q_heads, kv_heads, dim, len(cos_sin), k_cache.shape[0] * k_cache.shape[1], qkv.stride(0),
         DTYPES[qkv.dtype], cos_sin.shape[1])
     stream = ctypes.c_void_p(torch.npu.current_stream().npu_stream)
-    if code := ctypes.CDLL("libopapi.so").emu_fused_heads(pointers, numbers, ctypes.c_double(eps), stream):
+    if code := operator_library().emu_fused_heads(pointers, numbers, ctypes.c_double(eps), stream):
         raise RuntimeError(f"qk_norm_rope_kv_write_kernel: error code is {code}")
     return q

@@ -206,7 +206,7 @@ class HostBlocks:
 
     def _count_copies(self, copy: HostCopy) -> int:
         """Return the number of copies of a tensor's part."""
-        return len(self._paged) if copy.part < 0 else len(self._parts[copy.part])
+        return len(self._paged) if copy.is_block else len(self._parts[copy.part])
 
     def take_ended_loads(self) -> list[EndedLoad]:
         """Return the loads that have ended since the last call."""
@@ -226,7 +226,7 @@ class HostBlocks:
         on_host: list[Tensor] = []
         for copy in copies:
             slot = self._slots[copy.slot]
-            if copy.part < 0:
+            if copy.is_block:
                 on_device += [tensor[copy.device_index] for tensor in self._paged]
                 on_host += slot.split(self._sizes)
                 continue

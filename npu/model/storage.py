@@ -118,7 +118,8 @@ def _stored(
     parts = {prefix + name: rows for name, rows in parameter.parts.items()}
     if parameter.stacked:
         form: StoredForm = Floats()
-        if scheme := next((each for name in parts if (each := _scheme(config, name))), None):
+        scheme = next(filter(None, (_scheme(config, name) for name in parts)), None)
+        if scheme:
             raise ModelError(
                 f"config.json: quantization_config: {next(iter(parts))} is quantized ({scheme.name}), and has the "
                 "weights of all experts; supported: tensors of single experts, or floats")

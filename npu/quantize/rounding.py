@@ -196,9 +196,11 @@ class Int4Rounding(Rounding):
         for divisor in DIVISORS:
             scale = (largest / divisor).to(dtype)
             scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-            error = ((self._levels(numbers, scale) * scale.float().unsqueeze(2) - numbers).square() * of_columns).sum(2)
+            rounded = self._levels(numbers, scale) * scale.float().unsqueeze(2)
+            error = ((rounded - numbers).square() * of_columns).sum(2)
             is_better = error < best_error
-            best_error, best = torch.where(is_better, error, best_error), torch.where(is_better, scale, best)
+            best_error = torch.where(is_better, error, best_error)
+            best = torch.where(is_better, scale, best)
         return self._levels(numbers, best), best
 
     @staticmethod

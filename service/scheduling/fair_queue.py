@@ -173,10 +173,10 @@ class FairQueue:
 
         tokens: the request's uncomputed tokens.
         """
-        start = _start_without_delay(sequence.account, sequence)
+        virtual_start = _start_without_delay(sequence.account, sequence)
         if sequence.was_admitted or is_small_newcomer(sequence):  # it may have passed others
-            start = min(start, self._level())
-        self._virtual_time = max(self._virtual_time, start) + tokens / self._max_requests
+            virtual_start = min(virtual_start, self._level())
+        self._virtual_time = max(self._virtual_time, virtual_start) + tokens / self._max_requests
         self.remove(sequence)
 
     def displaced_by(self, account: Account, others: Iterable[Sequence]) -> Sequence | None:

@@ -27,17 +27,18 @@ NO_HEAD = -1
 
 
 class HeadContexts:
-    """Marks of the blocks, and of the slots of host memory, without keys and values of the head.
-
-    is_computed: the rows that are planned now are computed with the head.
-    """
+    """Marks of the blocks, and of the slots of host memory, without keys and values of the head."""
 
     def __init__(self, block_size: int) -> None:
-        self.is_computed = True
+        self._is_computed = True  # the rows that are planned now are computed with the head
         self._block_size = block_size
         self._marked: set[int] = set()
         self._marked_slots: set[int] = set()
         self._written: list[int] = []  # blocks whose marks the rows of the planned step change
+
+    def begin_step(self, *, is_computed: bool) -> None:
+        """Begin to plan the rows of a step, which is computed with the head or without it."""
+        self._is_computed = is_computed
 
     def plan(self, sequence: Sequence, start: int, end: int) -> int:
         """Plan a row at positions [start, end). Return its `Row.head_start`."""
@@ -45,7 +46,7 @@ class HeadContexts:
         block_ids = sequence.block_ids
         first = start // size
         behind = (end - 1) // size + 1
-        if not self.is_computed:
+        if not self._is_computed:
             self._written += block_ids[first:behind]
             sequence.head_start = NO_HEAD
             return NO_HEAD
@@ -58,15 +59,15 @@ class HeadContexts:
     def end_step(self, saves: Iterable[HostCopy], loads: Iterable[HostCopy]) -> None:
         """Update the marks once a step is planned. It saves blocks before its rows write them."""
         for copy in saves:
-            if copy.part < 0:
+            if copy.is_block:
                 _set_mark(self._marked_slots, copy.slot, is_marked=copy.device_index in self._marked)
-        if self.is_computed:
+        if self._is_computed:
             self._marked.difference_update(self._written)
         else:
             self._marked.update(self._written)
         self._written.clear()
         for copy in loads:
-            if copy.part < 0:
+            if copy.is_block:
                 _set_mark(self._marked, copy.device_index, is_marked=copy.slot in self._marked_slots)
 
     def _first_block(self, block_ids: list[int], block: int, *, is_begun: bool) -> int:

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from npuserve.npu.step import EndedLoad, HostCopy, HostLoad, HostSlots
+from npuserve.npu.step import WHOLE_BLOCK, EndedLoad, HostCopy, HostLoad, HostSlots
 from npuserve.service.scheduling.block_manager import BlockManager, BlockTable, IntegrityError
 from npuserve.service.scheduling.early_saves import EarlySaves, NewSaves
 from npuserve.service.scheduling.state_slots import StateSlots, state_key
@@ -158,6 +158,15 @@ class HostTier:
         if self.store is not None:
             self._new.add_state(state_key(digest), digest)
 
+    def count_lookup(self, num_lacking: int, num_loaded: int) -> None:
+        """Count the look-up of a request that was admitted for the first time.
+
+        num_lacking: prompt tokens that the device's cache lacked.
+        num_loaded: how many of them were loaded.
+        """
+        self.queries += num_lacking
+        self.hits += num_loaded
+
     def save(self, digest: bytes, block: int) -> None:
         """Keep a block that is evicted. The next step copies it first, unless host memory has it already."""
         self._new.discard(digest)
@@ -188,7 +197,8 @@ class HostTier:
         while len(self._free) < count:
             self._forget_oldest(self._slots)
         slots = self._slots[key] = [self._free.pop() for _ in range(count)]
-        self._new_saves[key] = [HostCopy(index, slot, part if num_parts else -1) for part, slot in enumerate(slots)]
+        parts = range(num_parts) if num_parts else [WHOLE_BLOCK]
+        self._new_saves[key] = [HostCopy(index, slot, part) for part, slot in zip(parts, slots, strict=True)]
         self._num_new += count
         if self._events is not None:
             self._events.saved(key)

@@ -17,6 +17,10 @@ STALE_SECONDS = 10.0
 """Age at which a measured duration of steps is forgotten. Refused requests have no steps, so nothing else corrects an
 estimate that refuses all requests with deadlines after a slow moment."""
 MIN_MARGIN_SECONDS = 0.02
+MARGIN_TOKEN_GAPS = 2
+"""A request with a deadline ends MIN_MARGIN_SECONDS before it, or this many gaps between tokens if they take longer."""
+MIN_PREFILL_SHARE = 0.25
+"""Least share of the prompt tokens that a step may have for which they determine its duration."""
 MIN_RETRY_SECONDS = 0.1
 MAX_RETRY_SECONDS = 30.0
 
@@ -123,10 +127,6 @@ class LatencyEstimator:
             return self._light
         return max(self._light, self._token * tokens) if tokens else 0.0
 
-    def chunk_seconds(self, tokens: int) -> float:
-        """Estimate by how much `tokens` prompt tokens lengthen the steps that compute them beside decode rows."""
-        return (self._token or self._light / self._budget) * tokens
-
     def step_seconds(self, decodes: int, prompts: int) -> float:
         """Estimate the duration of a step; the arguments are as in `record_step`."""
         return self.prefill_seconds(decodes + prompts) if self._is_prefill(prompts) else self._light
@@ -139,7 +139,7 @@ class LatencyEstimator:
     def margin(self) -> float:
         """Time before its deadline at which a request ends, so that its last message arrives before the deadline.
         Follows the measured gap between tokens."""
-        return max(MIN_MARGIN_SECONDS, 2 * self.token_gap)
+        return max(MIN_MARGIN_SECONDS, MARGIN_TOKEN_GAPS * self.token_gap)
 
     def first_token_seconds(self, sequence: Sequence, before: int = 0) -> float:
         """Estimate the time to a request's first token; 0 if that token exists or is being sampled.
@@ -182,9 +182,9 @@ class LatencyEstimator:
     def _is_prefill(self, prompts: int) -> bool:
         """Return whether prompt tokens determine a step's duration, whatever the number of decode rows beside them.
 
-        They do if they are a quarter of those that a step may have.
+        They do if they are MIN_PREFILL_SHARE of those that a step may have.
         """
-        return prompts * 4 >= min(self._budget, self._prompt_bound.generating)
+        return prompts >= MIN_PREFILL_SHARE * min(self._budget, self._prompt_bound.generating)
 
 
 def _average(before: float, sample: float) -> float:

@@ -76,7 +76,7 @@ class Preemption:
     """Choice of the requests to preempt. Raises virtual times of clients, and changes nothing else.
 
     running: the running requests, the oldest first.
-    paused: requests that are paused or unpaused. Both are owned by the scheduler.
+    paused: requests that are paused or unpaused. Both are the scheduler's own collections, which change between calls.
     """
 
     def __init__(
@@ -221,7 +221,9 @@ class Preemption:
         running = len(self._running)
         slots = int(running >= self._max_num_seqs)
         claimed = blocks.missing(returning.blocks, returning.num_tokens) if returning else 0
-        if blocks.shortage(head.blocks, head.num_tokens, (), spare=2 * running + claimed) <= 0:
+        max_growth = running  # a request's next row begins at most one block, except after forced tokens
+        # Cheap test: nothing is lacking even if no prefix is cached and no paused request gives its blocks.
+        if blocks.shortage(head.blocks, head.num_tokens, (), spare=running + max_growth + claimed) <= 0:
             return _Lack(slots, 0)
         prefix = blocks.find_prefix(head.blocks, head.token_ids) if head.uses_prefix_cache else []
         growth = sum(blocks.missing(s.blocks, s.num_tokens) for s in self._running if s.needs_row)

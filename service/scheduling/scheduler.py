@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -129,8 +129,9 @@ class Scheduler:
         self._queue = FairQueue(self._max_num_seqs + max_queue)  # WAITING and PREEMPTED
         self._samples = SampleGroups(self._queue, blocks)  # FOLLOWING
         self._compiling: dict[int, Sequence] = {}  # COMPILING
-        self._running: list[Sequence] = []  # RUNNING, the oldest first
-        self._paused: dict[int, Sequence] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
+        # `_preemption` reads these two collections, so they are never replaced by others.
+        self._running: Final[list[Sequence]] = []  # RUNNING, the oldest first
+        self._paused: Final[dict[int, Sequence]] = {}  # PAUSED, PAUSED_WITHOUT_BLOCKS and UNPAUSED
         self._ended: list[int] = []  # not yet reported to the runner
         self._has_forced = False  # forced tokens were appended since the blocks were checked
         self._successor: Sequence | None = None  # waiting request to which others have yielded in this step
@@ -271,7 +272,7 @@ class Scheduler:
             running = [sequence for sequence in running if sequence not in leaving]
         head_depth = self.drafting.plan_head(may_draft=not self.quarantine)
         if self._heads is not None:
-            self._heads.is_computed = head_depth is not None
+            self._heads.begin_step(is_computed=head_depth is not None)
         plan = StepBuilder(
             self._max_num_batched_tokens, self.blocks.block_size, self.slots, head_depth, self._heads)
         drafts = self.drafting.choose(
@@ -311,13 +312,9 @@ class Scheduler:
             is_deferred = sequence.is_deferred and row.samples > 0
             increment = sequence.apply(row, result, now)
             num_accepted = len(increment.token_ids) if increment is not None else 0
-            num_computed_tokens = row.start + len(row.token_ids) - is_deferred
-            if row.samples > 1:
-                num_computed_tokens = sequence.num_computed_tokens
-                if self.slots is not None:
-                    self.slots.settle(sequence.slots)
-            elif is_deferred and sequence.slots:
-                num_computed_tokens = row.start
+            num_computed_tokens = sequence.num_computed_by(row, is_deferred=is_deferred)
+            if row.samples > 1 and self.slots is not None:
+                self.slots.settle(sequence.slots)
             self.memory.register(sequence, num_computed_tokens)
             if sequence.id in self._samples.leaders and num_computed_tokens >= sequence.num_prompt_tokens:
                 self._samples.prompt_computed(sequence)

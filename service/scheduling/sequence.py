@@ -107,7 +107,7 @@ class Sequence:
     checkpoint_positions: block boundaries at which a row ends, for a checkpoint of its state; ascending.
     matcher: matcher of its constraint, advanced over the answer; None without a constraint, and until it is compiled.
     token_ids: prompt and answer, without the tokens that are not on the host yet.
-    num_pending_tokens: tokens that the steps in flight sample, without a forced one that is in token_ids already.
+    num_pending_tokens: number of tokens that steps in flight are sampling, forced tokens excluded.
     num_computed_tokens: the positions below it are in the KV cache, or will be after the steps in flight.
     num_prefill_tokens: tokens that were known at the last admission.
     num_reported_tokens: prompt tokens that need no log-probability report any more; the first has none.
@@ -115,13 +115,14 @@ class Sequence:
     num_deferred: rows that were computed again, since their mask was late.
     num_steps_in_flight: steps that were planned with a row of the request, and are not applied.
     is_deferred: the oldest of these steps computes its last token, and samples nothing; see `defer`.
-    cached_tokens: prompt tokens that the prefix cache held at the first admission.
+    cached_tokens: prompt tokens that the prefix cache held at the first admission; reported as `Finish.cached_tokens`.
     load_id: the load from host memory for which it waits; None if it waits for none.
     num_loads: loads that it has begun since it was queued.
     num_fetches: fetches from the store that it has begun or joined since it was queued.
-    num_cached_tokens: tokens of the prefix that was cached when its wait for a load began.
-    num_found_tokens: tokens of that prefix and of the blocks behind it that the load brings, or brought; 0 without one.
-    num_loaded_tokens: tokens of blocks that came back from host memory before the first admission.
+    num_cached_before_load: tokens of the prefix that was cached when its wait for a load began.
+    num_cached_after_load: tokens of the prefix that is cached once the load has ended, expected until then; 0 without a
+        load since it was queued.
+    num_loaded_before_admission: tokens of blocks that came back from host memory before the first admission.
     was_admitted: the request was admitted before, and the runner knows it.
     has_drafts: a step in flight computes drafts of the request, so that it gets no further row.
     num_valid_samples: samples of this row that have a mask of their own, of a constrained request.
@@ -147,13 +148,13 @@ class Sequence:
         "load_id",
         "matcher",
         "num_accepted",
-        "num_cached_tokens",
+        "num_cached_after_load",
+        "num_cached_before_load",
         "num_computed_tokens",
         "num_deferred",
         "num_drafted",
         "num_fetches",
-        "num_found_tokens",
-        "num_loaded_tokens",
+        "num_loaded_before_admission",
         "num_loads",
         "num_pending_tokens",
         "num_prefill_tokens",
@@ -208,9 +209,9 @@ class Sequence:
         self.load_id: int | None = None
         self.num_loads = 0
         self.num_fetches = 0
-        self.num_cached_tokens = 0
-        self.num_found_tokens = 0
-        self.num_loaded_tokens = 0
+        self.num_cached_before_load = 0
+        self.num_cached_after_load = 0
+        self.num_loaded_before_admission = 0
         self.num_steps_in_flight = 0
         self.num_deferred = 0
         self.is_deferred = False
@@ -277,7 +278,7 @@ class Sequence:
     @property
     def num_missing_tokens(self) -> int:
         """Expected number of tokens to compute before the next one is sampled."""
-        return self.num_uncomputed_tokens - max(self.num_shared_tokens, self.num_found_tokens)
+        return self.num_uncomputed_tokens - max(self.num_shared_tokens, self.num_cached_after_load)
 
     @property
     def can_sample(self) -> bool:
@@ -334,20 +335,20 @@ class Sequence:
         if not is_computed:
             self.num_shared_tokens = 0
 
-    def wait_for_load(self, load_id: int, num_cached_tokens: int, num_found_tokens: int) -> None:
+    def wait_for_load(self, load_id: int, num_cached_before: int, num_cached_after: int) -> None:
         """Wait for a prefix from host memory; the arguments are those of LoadWait."""
         self.state = State.LOADING
         self.load_id = load_id
-        self.num_cached_tokens = num_cached_tokens
-        self.num_found_tokens = num_found_tokens
+        self.num_cached_before_load = num_cached_before
+        self.num_cached_after_load = num_cached_after
 
     def end_load_wait(self, num_cached_tokens: int) -> None:
         """End the wait for a prefix from host memory. num_cached_tokens: tokens of the prefix that is cached now."""
         self.state = State.PREEMPTED if self.was_admitted else State.WAITING
         self.load_id = None
-        self.num_found_tokens = num_cached_tokens
+        self.num_cached_after_load = num_cached_tokens
         if not self.was_admitted:
-            self.num_loaded_tokens += max(0, num_cached_tokens - self.num_cached_tokens)
+            self.num_loaded_before_admission += max(0, num_cached_tokens - self.num_cached_before_load)
 
     def admit(self, num_cached_tokens: int, now: float) -> None:
         """Run the request, which has blocks for all its tokens. The first `num_cached_tokens` of them are computed."""
@@ -358,7 +359,7 @@ class Sequence:
         self.state = State.RUNNING
         self.num_loads = 0
         self.num_fetches = 0
-        self.num_found_tokens = 0
+        self.num_cached_after_load = 0
         self.num_shared_tokens = 0
         self.num_computed_tokens = num_cached_tokens
         self.head_start = -1
@@ -373,7 +374,7 @@ class Sequence:
     def pause(self) -> None:
         """Stop a request whose reader is slow. It waits for no load any more."""
         self.load_id = None
-        self.num_found_tokens = 0
+        self.num_cached_after_load = 0
         self.state = State.PAUSED if self.holds_blocks else State.PAUSED_WITHOUT_BLOCKS
 
     def unpause(self) -> None:
@@ -399,8 +400,8 @@ class Sequence:
     def defer(self) -> None:
         """Discard what the step launched last samples, for want of a mask.
 
-        A later step computes the last token again, and writes to its block, which is not shared: `Scheduler.apply` does
-        not count this token. With a fixed state it computes the whole row again, from the state before it.
+        A later step computes the last token again, and writes to its block, which is not shared. With a fixed state it
+        computes the whole row again, from the state before it. See `num_computed_by`.
         """
         self.num_deferred += 1
         self.num_pending_tokens -= 1
@@ -447,6 +448,18 @@ class Sequence:
             self.num_computed_tokens += len(accepted) - 1
         logprobs = result.logprobs.get(row.request_id)
         return Progress(self, accepted, reason, logprobs[: len(accepted)] if logprobs else None, reports)
+
+    def num_computed_by(self, row: Row, *, is_deferred: bool) -> int:
+        """Return the number of tokens that are computed for good, also by an applied row.
+
+        is_deferred: `defer` discarded what the row sampled, so that a later row computes its last token again.
+        """
+        if row.samples > 1:  # no row was planned behind it, and rejected drafts do not count
+            return self.num_computed_tokens
+        end = row.start + len(row.token_ids)
+        if not is_deferred:
+            return end
+        return row.start if self.slots else end - 1
 
     def append_forced(self, min_tokens: int) -> list[int]:
         """Append the run of forced tokens that follows, if it has at least `min_tokens`, and return it. The next row

@@ -10,7 +10,7 @@ from npuserve.service.scheduling.block_manager import BlockManager, BlockTable
 from npuserve.service.scheduling.checkpoints import checkpoint_positions
 from npuserve.service.scheduling.host_tier import HostTier
 from npuserve.service.scheduling.sequence import Sequence
-from npuserve.service.scheduling.state_slots import StateSlots, state_key
+from npuserve.service.scheduling.state_slots import StateSlots, slots_of_request, state_key
 from npuserve.service.scheduling.store_tier import PrefixEnd, Wanted
 
 MAX_LOADS = 3
@@ -28,13 +28,13 @@ class LoadWait(NamedTuple):
     """Wait of a request for a load from host memory.
 
     load_id: the load in progress.
-    num_cached_tokens: tokens of the prefix that is cached.
-    num_found_tokens: tokens of that prefix and of the blocks behind it that host memory has.
+    num_cached_before: tokens of the prefix that is cached when the wait begins.
+    num_cached_after: tokens of the prefix that will be cached when the load has ended.
     """
 
     load_id: int
-    num_cached_tokens: int
-    num_found_tokens: int
+    num_cached_before: int
+    num_cached_after: int
 
 
 class _LocalPrefix(NamedTuple):
@@ -167,7 +167,8 @@ class SequenceMemory:
                 return None
             if blocks.shortage(sequence.blocks, sequence.num_tokens, prefix, spare) > 0:
                 return None
-            if state and self.slots is not None and self.slots.num_available < 2 + _has_spare(sequence):
+            num_slots = slots_of_request(has_spare=_has_spare(sequence))
+            if state and self.slots is not None and self.slots.num_available < num_slots:
                 return None
             if tier.num_blocks_of_loads + num_blocks > blocks.num_blocks // MAX_LOADING_SHARE:
                 load_id = tier.oldest_load
@@ -221,7 +222,7 @@ class SequenceMemory:
         if self.slots is None:
             return prefix, b""
         digests = self.blocks.digests(sequence.blocks, sequence.token_ids, len(prefix))
-        count, checkpoint = self.slots.longest(digests, has_spare=_has_spare(sequence))
+        count, checkpoint = self.slots.find_and_touch(digests, has_spare=_has_spare(sequence))
         return prefix[:count], checkpoint
 
     def grow(self, sequence: Sequence, num_tokens: int, spare: int = 0) -> bool:
@@ -282,9 +283,9 @@ class SequenceMemory:
         self.prefix_queries += sequence.num_prompt_tokens
         self.prefix_hits += sequence.cached_tokens
         if self.tier is not None:
-            loaded = min(sequence.num_loaded_tokens, sequence.cached_tokens)
-            self.tier.queries += sequence.num_prompt_tokens - sequence.cached_tokens + loaded
-            self.tier.hits += loaded
+            num_loaded = min(sequence.num_loaded_before_admission, sequence.cached_tokens)
+            num_missing = sequence.num_prompt_tokens - sequence.cached_tokens
+            self.tier.count_lookup(num_missing + num_loaded, num_loaded)
         if not num_cached_tokens:
             self._misses[self._miss_reason(sequence)] += 1
 

@@ -34,7 +34,9 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from npuserve.npu.step import STATE_SLOTS_PER_REQUEST
 from npuserve.service.scheduling.block_manager import BlockManager, IntegrityError
 from npuserve.service.scheduling.checkpoints import DEFAULT_SPACING, Spacing
 
@@ -47,6 +49,11 @@ def state_key(digest: bytes) -> bytes:
     return _STATE + digest
 
 
+def slots_of_request(*, has_spare: bool) -> int:
+    """Return the number of slots with which a request can continue a checkpoint. has_spare: see StateSlots.allocate."""
+    return STATE_SLOTS_PER_REQUEST + has_spare
+
+
 @dataclass(slots=True)
 class TakenState:
     """State that becomes a checkpoint once its row is applied.
@@ -57,6 +64,15 @@ class TakenState:
     position: int
     slot: int
     is_expected: bool
+
+
+class _BeforeRow(NamedTuple):
+    """Fields of a table before a retractable row was planned. start: first position of the row."""
+
+    current: int
+    spare: int
+    source: int
+    start: int
 
 
 @dataclass(slots=True)
@@ -85,7 +101,7 @@ class SlotTable:
     continued: bytes = b""
     last_position: int = 0
     of_answer: bytes = b""
-    _before: tuple[int, int, int, int] | None = field(default=None, repr=False)
+    _before: _BeforeRow | None = field(default=None, repr=False)
 
     def __bool__(self) -> bool:
         return self.current != NO_SLOT
@@ -93,7 +109,7 @@ class SlotTable:
     @property
     def sources(self) -> set[int]:
         """Slots that the next row may read."""
-        return {self.source, self._before[2] if self._before else NO_SLOT}
+        return {self.source, self._before.source if self._before else NO_SLOT}
 
     @property
     def owned(self) -> list[int]:
@@ -103,7 +119,7 @@ class SlotTable:
 
     def plan_row(self, start: int, *, is_retractable: bool) -> tuple[int, int]:
         """Return the slots that a row from position `start` on reads and writes; NO_SLOT to read none or in place."""
-        self._before = (self.current, self.spare, self.source, start) if is_retractable else None
+        self._before = _BeforeRow(self.current, self.spare, self.source, start) if is_retractable else None
         source = self.source
         self.source = NO_SLOT
         self.read = source
@@ -131,9 +147,8 @@ class SlotTable:
         """Let the next row read another slot of equal content, where it would read `slot`."""
         if self.source == slot:
             self.source = equal
-        if self._before is not None and self._before[2] == slot:
-            current, spare, _, start = self._before
-            self._before = current, spare, equal, start
+        if self._before is not None and self._before.source == slot:
+            self._before = self._before._replace(source=equal)
 
 
 @dataclass(slots=True)
@@ -189,7 +204,7 @@ class StateSlots:
     def allocate(self, table: SlotTable, checkpoint: bytes, *, has_spare: bool, is_shared: bool = True) -> bool:
         """Give slots to an empty table. Return False, and change nothing, if there are too few.
 
-        checkpoint: digest of the one that the request continues, from `longest`; b"" for none.
+        checkpoint: digest of the one that the request continues, from `find_and_touch`; b"" for none.
         has_spare: also give a slot for retractable rows.
         is_shared: other requests can find its blocks.
         """
@@ -300,8 +315,8 @@ class StateSlots:
                 return count, digest
         return 0, b""
 
-    def longest(self, digests: Sequence[bytes], *, has_spare: bool = False) -> tuple[int, bytes]:
-        """Return what `find` does, for a request that will continue the checkpoint."""
+    def find_and_touch(self, digests: Sequence[bytes], *, has_spare: bool = False) -> tuple[int, bytes]:
+        """Return what `find` does, and mark the checkpoint as used: a request will continue it."""
         count, digest = self.find(digests, has_spare=has_spare)
         if count:
             checkpoint = self._checkpoints.pop(digest)
@@ -313,9 +328,8 @@ class StateSlots:
         return count, digest
 
     def can_continue(self, *, has_spare: bool) -> bool:
-        """Return whether a request can ever continue a checkpoint: it needs a slot beside that of the checkpoint, and
-        one more with a spare. Otherwise it would wait for ever."""
-        return self.num_slots >= 2 + has_spare
+        """Return whether a request can ever continue a checkpoint. Otherwise it would wait for ever."""
+        return self.num_slots >= slots_of_request(has_spare=has_spare)
 
     @property
     def num_available(self) -> int:

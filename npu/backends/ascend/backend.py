@@ -229,8 +229,11 @@ class AscendBackend(StreamBackend):
 
         https://www.hiascend.com/document/detail/en/canncommercial/850/commlib/hcclug/hcclug_000076.html
         """
-        buffer = os.environ.get("HCCL_BUFFSIZE", "")
-        return 2 * (int(buffer) if buffer.isdecimal() else HCCL_BUFFER_MIB) << 20 if size > 1 else 0
+        if size == 1:
+            return 0
+        setting = os.environ.get("HCCL_BUFFSIZE", "")
+        mebibytes = int(setting) if setting.isdecimal() else HCCL_BUFFER_MIB
+        return 2 * mebibytes << 20
 
     def check_heads(self, head_dim: int, rotary_dim: int | None = None) -> None:
         if not self.supports_heads(head_dim):

@@ -37,7 +37,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 NCCL_CHANNELS = 32
 NCCL_BUFFSIZE = 4 << 20
-"""Maximum number of NCCL's channels, and default bytes of the largest of the three buffers of a channel's connection
+NCCL_BUFFERS = 3
+"""Maximum number of NCCL's channels, default bytes of the largest buffer of a channel's connection, and their number
 (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-buffsize)."""
 
 
@@ -165,8 +166,11 @@ class CudaBackend(StreamBackend):
                                f"{self.capabilities.collectives}; possible is 1")
 
     def communicator_bytes(self, size: int) -> int:
-        buffer = os.environ.get("NCCL_BUFFSIZE", "")
-        return 3 * NCCL_CHANNELS * (int(buffer) if buffer.isdecimal() else NCCL_BUFFSIZE) if size > 1 else 0
+        if size == 1:
+            return 0
+        setting = os.environ.get("NCCL_BUFFSIZE", "")
+        buffer = int(setting) if setting.isdecimal() else NCCL_BUFFSIZE
+        return NCCL_BUFFERS * NCCL_CHANNELS * buffer
 
     def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy in a few launches: a slot of Qwen3.5-27B has 96 tensors."""

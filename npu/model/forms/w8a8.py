@@ -76,8 +76,10 @@ class _Numbers8(StoredForm):
 
     def nbytes(self, rows: int, inputs: int, dtype: torch.dtype, backend: Backend) -> int:
         scheme = self.scheme
-        of_inputs = 0 if scheme.dynamic else 4 if scheme.symmetric_inputs else 8
-        return self.number_bytes(rows, inputs, backend) + of_inputs + rows * self.row_bytes(inputs)
+        static_bytes = 0
+        if not scheme.dynamic:  # the scale of inputs in 32 bits, and as large a zero point
+            static_bytes = 4 if scheme.symmetric_inputs else 8
+        return self.number_bytes(rows, inputs, backend) + static_bytes + rows * self.row_bytes(inputs)
 
     def allocate(self, matrix: StoredMatrix, dtype: torch.dtype, backend: Backend) -> AllocatedWeight:
         inputs = self.dynamic_inputs(backend)

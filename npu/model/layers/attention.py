@@ -120,15 +120,19 @@ class Attention(Layer):
 
     @property
     def output_width(self) -> int:
-        gate = 2 * self.q_size if self.output_gate else 0
-        return 5 * self.q_size + 4 * self.kv_size + gate
+        qkv = self.q_size + 2 * self.kv_size
+        queries = attended = self.q_size
+        width = qkv + queries + attended
+        # Each output stays until the next layer has written it again: at most a further qkv, and one of the others.
+        replaced = qkv + self.q_size
+        gates = 2 * self.q_size if self.output_gate else 0  # the gate's projection, and the gated output
+        return width + replaced + gates
 
     def golden_elements(self, tokens: int, context: int) -> int:
-        projected = tokens * (self.q_size + 2 * self.kv_size)
-        copied = 2 * context * self.q_size
-        if self.output_gate:
-            copied += 2 * tokens * self.q_size
-        return 3 * projected + copied  # attention copies a row's keys and values
+        projected = normed = rotated = tokens * (self.q_size + 2 * self.kv_size)
+        copied = 2 * context * self.q_size  # attention copies a row's keys and values, for each query head
+        gates = 2 * tokens * self.q_size if self.output_gate else 0
+        return projected + normed + rotated + copied + gates
 
     def scratch_bytes(self, context: int, threads: int) -> int:
         # Threads that compute parts of a context keep their results until they are merged.

@@ -117,9 +117,14 @@ class Experts(Layer):
         return True
 
     @property
+    def parameters_of_expert(self) -> int:
+        """Parameters of one expert: its gate, up and down projections."""
+        return 3 * self.hidden * self.width
+
+    @property
     def idle_parameters(self) -> int:
         """Parameters of the experts that are not chosen for a token."""
-        return (self.count - self.top_k) * 3 * self.hidden * self.width
+        return (self.count - self.top_k) * self.parameters_of_expert
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -147,11 +152,20 @@ class Experts(Layer):
 
     @property
     def output_width(self) -> int:
-        # Rows by expert, their gated values and their results; logits, places and weights of the router in 32 bits.
-        by_expert = self.top_k * (2 * self.hidden + 2 * self.width)
+        rows = results = self.hidden  # of each chosen expert
+        gated = quantized = self.width
+        by_expert = self.top_k * (rows + results + gated + quantized)
+        # The shared expert's gate, up and gated values; its result, and the sum with the others.
         shared = 3 * self.shared_width + 2 * self.hidden if self.shared_width else 0
-        return by_expert + shared + 2 * (self.count + 4 * self.top_k)
+        # A number of 32 bits counts as two elements: logits, and at most four of an expert's place and weight.
+        router = 2 * (self.count + 4 * self.top_k)
+        return by_expert + shared + router
 
     def golden_elements(self, tokens: int, context: int) -> int:
-        by_expert = tokens * self.top_k * (3 * self.hidden + 4 * self.width)
-        return by_expert + tokens * (4 * self.shared_width + 4 * self.count) + 3 * self.width * self.hidden
+        rows = results = weighted = self.hidden  # of each chosen expert
+        gate_up = 2 * self.width
+        activated = gated = self.width
+        by_expert = self.top_k * (rows + results + weighted + gate_up + activated + gated)
+        shared = 4 * self.shared_width  # as SwiGLU.golden_elements
+        router = 4 * self.count  # logits and their softmax, in 32 bits
+        return tokens * (by_expert + shared + router) + self.parameters_of_expert

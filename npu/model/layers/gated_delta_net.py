@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from npuserve.kernels.layer import Linear
     from npuserve.kernels.registry import KernelSet
 
+ELEMENTS_PER_FLOAT32 = 4
+"""Elements of the model's dtype for each number that the golden function computes: float32 takes two of 16 bits, and
+a result exists beside its operand."""
+
 
 class GatedDeltaNetWeights(NamedTuple):
     """Weights for hidden size H, Hk heads of size Dk of queries and keys, and Hv heads of size Dv of values.
@@ -160,8 +164,12 @@ class GatedDeltaNet(Layer):
 
     @property
     def output_width(self) -> int:
-        return 2 * self.channels + 3 * self.values + 2 * self.value_heads
+        projected = convolved = self.channels
+        z = out = normed = self.values
+        a = b = self.value_heads
+        return projected + convolved + z + out + normed + a + b
 
     def golden_elements(self, tokens: int, context: int) -> int:
-        # Queries, keys and values in float32, once more with the heads of the values, and a copy of a row's state.
-        return tokens * 4 * (self.channels + 2 * self.values) + 4 * self.value_heads * self.key_dim * self.value_dim
+        repeated = 2 * self.values  # queries and keys, with the heads of the values
+        state = self.value_heads * self.key_dim * self.value_dim  # of one row
+        return ELEMENTS_PER_FLOAT32 * (tokens * (self.channels + repeated) + state)

@@ -56,10 +56,14 @@ class SwiGLU(Layer):
 
     @property
     def output_width(self) -> int:
-        return 4 * self.width
+        gate_up = 2 * self.width
+        gated = quantized = self.width
+        return gate_up + gated + quantized
 
     def golden_elements(self, tokens: int, context: int) -> int:
-        return 4 * tokens * self.width
+        gate_up = 2 * self.width
+        activated = gated = self.width
+        return tokens * (gate_up + activated + gated)
 
     @property
     def smoothings(self) -> tuple[Smoothing, ...]:

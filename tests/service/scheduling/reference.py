@@ -100,20 +100,20 @@ class FakeDevice:
     def launch(self, step: Step) -> StepResult:
         assert self.unsampled is None, "a launch before the step was sampled"
         targets = self._targets()
-        saved = [(copy.part >= 0, copy.device_index) for copy in step.saves]
+        saved = [(not copy.is_block, copy.device_index) for copy in step.saves]
         assert targets.isdisjoint(saved), "saved while it is loaded"
         read = {copy.slot for load, _ in self.loads for copy in load.copies}
         assert read.isdisjoint(copy.slot for copy in step.saves), "a save overwrites what a load reads"
         assert len({copy.slot for copy in step.saves}) == len(step.saves), "two saves to one slot"
         for copy in step.saves:
-            self.host[copy.slot] = (self.states[copy.device_index], copy.part) if copy.part >= 0 else [
+            self.host[copy.slot] = (self.states[copy.device_index], copy.part) if not copy.is_block else [
                 self.slots.get(slot) for slot in self._slots_of(copy.device_index)]
             self.corrupt.discard(copy.slot)
         for load in step.loads:
             for copy in load.copies:
-                if copy.part >= 0:
+                if not copy.is_block:
                     self.states.pop(copy.device_index, None)
-                for slot in self._slots_of(copy.device_index) if copy.part < 0 else ():
+                for slot in self._slots_of(copy.device_index) if copy.is_block else ():
                     self.slots.pop(slot, None)
             self.loads.append((load, self.load_polls))
         targets = self._targets()
@@ -124,7 +124,7 @@ class FakeDevice:
 
     def _targets(self) -> set[tuple[bool, int]]:
         """Return what loads write: whether it is a slot of fixed state, and the index of the slot or block."""
-        return {(copy.part >= 0, copy.device_index) for load, _ in self.loads for copy in load.copies}
+        return {(not copy.is_block, copy.device_index) for load, _ in self.loads for copy in load.copies}
 
     def _slots_of(self, block: int) -> range:
         return range(block * self.block_size, (block + 1) * self.block_size)
@@ -142,7 +142,7 @@ class FakeDevice:
                     break
                 num_intact += 1
                 content: Any = self.host[copy.slot]
-                if copy.part >= 0:
+                if not copy.is_block:
                     state, part = content
                     assert part == copy.part, "another part of a state"
                     parts.setdefault(copy.device_index, []).append(state)

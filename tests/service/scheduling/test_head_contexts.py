@@ -30,9 +30,9 @@ def test_head_reads_all_positions_as_long_as_it_is_computed() -> None:
 def test_head_that_returns_reads_from_its_block_on() -> None:
     heads, request = HeadContexts(SIZE), sequence(0, 1, 2, 3)
     plan(heads, request, 0, 5)
-    heads.is_computed = False
+    heads.begin_step(is_computed=False)
     assert plan(heads, request, 5, 6) == NO_HEAD
-    heads.is_computed = True
+    heads.begin_step(is_computed=True)
     assert plan(heads, request, 6, 7) == SIZE
     assert plan(heads, request, 7, 9) == SIZE
     assert plan(heads, request, 9, 13) == SIZE
@@ -41,9 +41,9 @@ def test_head_that_returns_reads_from_its_block_on() -> None:
 
 def test_prefix_that_was_computed_without_the_head_is_not_read() -> None:
     heads = HeadContexts(SIZE)
-    heads.is_computed = False
+    heads.begin_step(is_computed=False)
     plan(heads, sequence(5, 6), 0, 8)
-    heads.is_computed = True
+    heads.begin_step(is_computed=True)
     assert plan(heads, sequence(5, 6, 7), 8, 10) == 2 * SIZE
     assert plan(heads, sequence(5, 6, 7, 8), 12, 13) == 2 * SIZE
     plan(heads, sequence(6, 5), 0, 8)  # written again by another request
@@ -53,9 +53,9 @@ def test_prefix_that_was_computed_without_the_head_is_not_read() -> None:
 def test_blocks_keep_their_marks_in_host_memory() -> None:
     heads = HeadContexts(SIZE)
     plan(heads, sequence(1), 0, 4)
-    heads.is_computed = False
+    heads.begin_step(is_computed=False)
     plan(heads, sequence(2), 0, 4)
-    heads.is_computed = True
+    heads.begin_step(is_computed=True)
     saves = [HostCopy(1, 10), HostCopy(2, 11), HostCopy(2, 10, 0)]  # the last one is part of a state
     heads.plan(sequence(3), 0, 4)
     heads.plan(sequence(2), 0, 4)  # another request writes the block once it is saved
@@ -76,6 +76,7 @@ def test_head_reads_what_it_wrote() -> None:
     heads = HeadContexts(SIZE)
     written: dict[tuple[int, int], bool] = {}  # (block, offset) -> the head wrote it
     cached: list[int] = []
+    is_computed = True
     for _ in range(300):
         shared = cached[: chance.randrange(len(cached) + 1)]
         uncached = chance.sample([block for block in range(60) if block not in cached], 10)
@@ -83,13 +84,14 @@ def test_head_reads_what_it_wrote() -> None:
         position = begin = SIZE * len(shared)
         while position < SIZE * len(request.block_ids) - 4:
             if chance.random() < 0.1:
-                heads.is_computed = not heads.is_computed
+                is_computed = not is_computed
+                heads.begin_step(is_computed=is_computed)
             end = position + chance.randrange(1, 5)
             before = request.head_start
             start = plan(heads, request, position, end)
             for place in range(position, end):
-                written[request.block_ids[place // SIZE], place % SIZE] = heads.is_computed
-            if heads.is_computed:
+                written[request.block_ids[place // SIZE], place % SIZE] = is_computed
+            if is_computed:
                 begin = position if before == NO_HEAD else begin
                 assert start % SIZE == 0
                 assert start <= position

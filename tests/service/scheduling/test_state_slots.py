@@ -59,7 +59,7 @@ def test_load_gets_no_slot_that_a_row_of_its_step_reads() -> None:
     slots = StateSlots(2)
     keep(slots, table := allocated(slots), 16, b"a")
     slots.free(table)
-    assert slots.longest([b"a"]) == (1, b"a")
+    assert slots.find_and_touch([b"a"]) == (1, b"a")
     table = allocated(slots, b"a")
     table.plan_row(16, is_retractable=False)
     assert slots.begin_load() is None
@@ -74,9 +74,9 @@ def test_taken_state_is_continued_in_another_slot_and_found_once_registered() ->
     table.plan_row(0, is_retractable=False)
     first = table.current
     slots.take(table, 16)
-    assert slots.longest([b"a"]) == (0, b"")
+    assert slots.find_and_touch([b"a"]) == (0, b"")
     slots.register(table, b"a")
-    assert slots.longest([b"x", b"a", b"y"]) == (2, b"a")
+    assert slots.find_and_touch([b"x", b"a", b"y"]) == (2, b"a")
     assert table.plan_row(16, is_retractable=False) == (first, table.current)
     assert table.plan_row(17, is_retractable=False) == (NO_SLOT, table.current)
     slots.free(table)
@@ -90,8 +90,8 @@ def test_checkpoint_is_not_found_by_a_request_that_has_too_few_slots_to_continue
     table.plan_row(0, is_retractable=False)
     slots.take(table, 16)
     slots.register(table, b"a")
-    assert slots.longest([b"a"]) == (1, b"a")
-    assert slots.longest([b"a"], has_spare=True) == (0, b"")
+    assert slots.find_and_touch([b"a"]) == (1, b"a")
+    assert slots.find_and_touch([b"a"], has_spare=True) == (0, b"")
 
 
 def test_states_taken_by_two_rows_in_flight_are_both_found() -> None:
@@ -102,8 +102,8 @@ def test_states_taken_by_two_rows_in_flight_are_both_found() -> None:
         slots.take(table, end)
     slots.register(table, b"a")
     slots.register(table, b"b")
-    assert slots.longest([b"a", b"x", b"b"]) == (3, b"b")
-    assert slots.longest([b"a", b"x"]) == (1, b"a")
+    assert slots.find_and_touch([b"a", b"x", b"b"]) == (3, b"b")
+    assert slots.find_and_touch([b"a", b"x"]) == (1, b"a")
 
 
 def test_state_that_another_request_has_kept_is_continued_there() -> None:
@@ -144,7 +144,7 @@ def test_checkpoint_that_a_row_will_read_is_not_evicted() -> None:
     assert not slots.allocate(SlotTable(), b"", has_spare=False)
     table.plan_row(16, is_retractable=False)
     assert slots.allocate(SlotTable(), b"", has_spare=False)
-    assert slots.longest([b"a"]) == (0, b"")
+    assert slots.find_and_touch([b"a"]) == (0, b"")
 
 
 def test_later_checkpoint_of_an_answer_replaces_the_earlier_one() -> None:
@@ -177,7 +177,7 @@ def test_used_checkpoint_outlives_an_unused_one_of_equal_cost() -> None:
         table = allocated(slots)
         keep(slots, table, 64, digest)
         slots.free(table)
-        slots.longest([b"used"])
+        slots.find_and_touch([b"used"])
     assert findable(slots, [b"used", b"unused", b"other"]) == [b"used", b"other"]
 
 
@@ -258,7 +258,7 @@ def test_random_lives_keep_one_holder_for_each_slot(seed: int) -> None:
         if action == "begin":
             prefix = [draw.randrange(3) for _ in range(4)]
             digests = [bytes(prefix[:count]) for count in range(1, 5)]
-            count, checkpoint = slots.longest(digests)
+            count, checkpoint = slots.find_and_touch(digests)
             table = SlotTable()
             if slots.allocate(table, checkpoint, has_spare=draw.random() < 0.4):
                 assert table.last_position == count
