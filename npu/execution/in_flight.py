@@ -15,12 +15,12 @@ from torch.profiler import record_function
 
 from npuserve.kernels.registry import HostSpan, Span, Timings
 from npuserve.npu.backends.base import Event, Pending
-from npuserve.npu.execution.batch import Part
 from npuserve.npu.execution.dispatch import Selection
 from npuserve.npu.execution.host_prefill import Chunk
 from npuserve.npu.execution.masks import ConstrainedRow, StagedMasks
 from npuserve.npu.execution.predictor import Drafts
 from npuserve.npu.execution.sampler import Logprobs, Plan, Put
+from npuserve.npu.execution.staged import Part
 from npuserve.npu.execution.step_drafting import PlannedDrafts
 from npuserve.npu.step import LostStep, NewRequest, Phase, Row, Step, StepResult, num_right
 
