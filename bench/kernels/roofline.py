@@ -27,7 +27,7 @@ from npuserve.kernels.routing import distinct_experts
 from npuserve.kernels.sample import Filters
 from npuserve.npu.backends.ascend.backend import BACKEND, TOKEN_BUCKET
 from npuserve.npu.backends.graphs import MAX_TOKENS, default_buckets
-from npuserve.npu.execution.dispatch import MAX_CHOSEN
+from npuserve.npu.execution.capture import MAX_CHOSEN
 from npuserve.npu.execution.state_store import KeysAndValues, Slots
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.layers.experts import Experts

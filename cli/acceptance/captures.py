@@ -232,7 +232,7 @@ def _chunk_difference(
 ) -> float:
     staged = buffers.fill([(rows, len(rows))])
     part = staged.parts[0]
-    buffers.pad(part, captured.size(part.tokens))
+    buffers.pad_tokens(part, captured.size(part.tokens))
     staged.upload()
     before = SavedSlots(cache)
     replayed = captured.replay(part.tokens, part.context_lens, part.cu_seqlens)

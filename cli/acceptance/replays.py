@@ -24,8 +24,9 @@ from npuserve.cli.bench.differences import norm_of
 from npuserve.kernels.quantized import Quantized
 from npuserve.npu.backends.base import Captured, Event
 from npuserve.npu.backends.machine import capture_bucket
-from npuserve.npu.execution.batch import BatchBuffers, Part
+from npuserve.npu.execution.batch import BatchBuffers
 from npuserve.npu.execution.decoder import Model
+from npuserve.npu.execution.staged import Part
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.layers.attention import Attention
 from npuserve.npu.step import Row

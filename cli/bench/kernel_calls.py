@@ -183,7 +183,7 @@ class Trace:
         staged = buffers.fill([(rows, captured.size(count) if step == "decode" else len(rows))])
         part = staged.parts[0]
         if step == "prompt" and self.backend.capabilities.padding_blocks:
-            buffers.pad(part, captured.size(count))
+            buffers.pad_tokens(part, captured.size(count))
 
         def replay() -> tuple[bool, list[Span], list[tuple[str, float]]]:
             staged.upload()

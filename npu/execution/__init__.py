@@ -1,4 +1,4 @@
-"""Execution of steps: load, runner, dispatch, batch, decoder, sampler, KV cache, host prefill, memory plan.
+"""Execution of steps: load, runner, capture, dispatch, batch, decoder, sampler, KV cache, host prefill, memory plan.
 
 Imports of `npu`: top level, `backends` and `model`.
 """

@@ -84,6 +84,10 @@ class DraftBuffers:
         """Samples of the largest step that drafts: each sample needs a padding slot of its own."""
         return min(self._max_samples, MAX_DRAFTED_SAMPLES) if self._has_padding else self._max_samples
 
+    def drafted_samples(self, tokens: int) -> int:
+        """Return the number of samples after which a captured step of `tokens` tokens of any rows drafts."""
+        return min(tokens, self.most_samples)
+
     @property
     def sections(self) -> dict[str, tuple[int, torch.dtype]]:
         """The sections by name: number of their elements, and dtype."""
@@ -176,19 +180,26 @@ class DraftBuffers:
         return slots
 
     def sampled(
-        self, on: Mapping[str, Tensor], tables: Tensor, samples: int, rows: int, lengths: Sequence[RowLengths]
+        self, device_sections: Mapping[str, Tensor], tables: Tensor, samples: int, rows: int,
+        lengths: Sequence[RowLengths],
     ) -> SampledTokens:
         """Return the first `samples` samples of `rows` rows. lengths: of `fill`, or of padding."""
-        following = [
-            Following(
-                on["following_positions"].view(self._tokens, -1)[token, :samples],
-                on["following_slots"].view(self._tokens, -1)[token, :samples],
-                AttentionMetadata(
-                    tables[:rows], on["following_contexts"].view(self._tokens, -1)[token, :rows],
-                    on["following_ends"][: rows + 1], list(contexts), list(starts)))
-            for token, (contexts, starts) in enumerate(lengths)]
-        return SampledTokens(on["sample_tokens"][:samples], on["drafts"][:samples], on["sample_begins"][:samples],
-                             on["padding_slots"][:samples], following)
+        following: list[Following] = []
+        for token, (contexts, starts) in enumerate(lengths):
+            positions, slots, context_lens = (
+                device_sections[name].view(self._tokens, -1)[token]
+                for name in ("following_positions", "following_slots", "following_contexts"))
+            attention = AttentionMetadata(
+                tables[:rows], context_lens[:rows], device_sections["following_ends"][: rows + 1], list(contexts),
+                list(starts))
+            following.append(Following(positions[:samples], slots[:samples], attention))
+        return SampledTokens(
+            tokens=device_sections["sample_tokens"][:samples],
+            drafts=device_sections["drafts"][:samples],
+            begins=device_sections["sample_begins"][:samples],
+            padding=device_sections["padding_slots"][:samples],
+            following=following,
+        )
 
     def _by_token(self, arrays: Mapping[str, Array], name: str) -> Array:
         """Return a section as [tokens, samples] or [tokens, rows]."""

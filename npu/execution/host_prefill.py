@@ -32,9 +32,10 @@ from torch import Tensor
 from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend, Event, Pending
 from npuserve.npu.backends.memory import DeviceMemory
-from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
+from npuserve.npu.execution.batch import BatchBuffers
 from npuserve.npu.execution.decoder import Model
 from npuserve.npu.execution.dispatch import Dispatch, Rows, is_decode, replay
+from npuserve.npu.execution.staged import Part, Staged
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.execution.work import Work
 from npuserve.npu.model.config import ModelConfig

@@ -46,10 +46,11 @@ from torch import Tensor
 
 from npuserve.kernels.attention import AttentionMetadata
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.execution.batch import Batch, Part
+from npuserve.npu.execution.batch import Batch
 from npuserve.npu.execution.decoder import InputReader, Model
 from npuserve.npu.execution.draft_buffers import SampledTokens
 from npuserve.npu.execution.sampler import Put
+from npuserve.npu.execution.staged import Part
 from npuserve.npu.execution.state_store import StateStore
 from npuserve.npu.model.config import ModelConfig
 from npuserve.npu.model.eagle import EagleHead

@@ -35,9 +35,10 @@ from npuserve.kernels.collectives import ALONE, Ranks
 from npuserve.kernels.native.choice import CpuKernels
 from npuserve.kernels.registry import KernelSet, Observe, Timings
 from npuserve.npu.backends.base import Backend
-from npuserve.npu.execution.batch import BatchBuffers, Part, Staged
+from npuserve.npu.execution.batch import BatchBuffers
+from npuserve.npu.execution.capture import CapturableSteps, capture_steps
 from npuserve.npu.execution.decoder import Model
-from npuserve.npu.execution.dispatch import CapturableSteps, Dispatch, replay
+from npuserve.npu.execution.dispatch import Dispatch, replay
 from npuserve.npu.execution.expert_balance import ExpertBalance
 from npuserve.npu.execution.forward import Forward
 from npuserve.npu.execution.host_blocks import HostBlocks
@@ -54,6 +55,7 @@ from npuserve.npu.execution.masks import Array, ConstrainedRow, MaskBuffers, num
 from npuserve.npu.execution.page_population import PagePopulation
 from npuserve.npu.execution.predictor import Drafts, predictor_of
 from npuserve.npu.execution.sampler import ArgmaxPlan, FixedPlan, Logprobs, Sampler
+from npuserve.npu.execution.staged import Part, Staged
 from npuserve.npu.execution.state_store import StateStore, block_bytes, slot_bytes
 from npuserve.npu.execution.step_drafting import RowDrafting, SampleDrafting, StepDrafting
 from npuserve.npu.execution.work import PromptRows, Work, pooled_rows, prompt_rows
@@ -197,13 +199,14 @@ class Runner:
         # Collectives by torch.distributed cannot be recorded on the CPU.
         is_recordable = ranks.size == 1 or not can.shares_memory or ranks.region is not None
         self._capturable = CapturableSteps(self._forward, self._buffers, samples, captured, depths)
-        self._dispatch = Dispatch(
+        captures = capture_steps(
             backend, self._buffers, self._capturable, rows,
-            capture_mode=backend.settings.capture_mode if is_recordable else "off",
-            capture_chunks=capture_chunks, may_drop=ranks.size == 1)
+            mode=backend.settings.capture_mode if is_recordable else "off", captures_chunks=capture_chunks,
+            may_drop=ranks.size == 1)
+        self._dispatch = Dispatch(captures, self._buffers, can)
         self._drafting: StepDrafting | None = None
         if captured:
-            self._drafting = SampleDrafting(captured, self._buffers, self._dispatch)
+            self._drafting = SampleDrafting(captured, self._buffers, self._dispatch, depths)
         elif predictor:
             self._drafting = RowDrafting(predictor, self._buffers)
         continues = self._prefill.continues_answers
@@ -416,6 +419,8 @@ class Runner:
         argmax = isinstance(plan, ArgmaxPlan) and not is_constrained
         filters = plan.filters if isinstance(plan, FixedPlan) else None
         selection = self._dispatch.select(part, argmax=argmax, filters=filters)
+        if selection is not None and selection.padded_tokens:
+            self._buffers.pad_tokens(part, selection.padded_tokens)
         planned = None
         if self._drafting is not None:
             planned = self._drafting.plan(part, first, selection, staged.put, is_timed=is_timed)

@@ -8,16 +8,19 @@ the shapes alone.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from npuserve.npu.execution.batch import BatchBuffers, Part
-from npuserve.npu.execution.dispatch import Dispatch, Drafting, Selection
+from npuserve.npu.backends.base import Captured, RowLengths
+from npuserve.npu.execution.batch import BatchBuffers
+from npuserve.npu.execution.dispatch import Dispatch, Selection
 from npuserve.npu.execution.predictor import DraftedRows, Drafts, Predictor, drafted_rows
 from npuserve.npu.execution.sampler import Put
+from npuserve.npu.execution.staged import Part
 
 
 class PlannedDrafts(NamedTuple):
@@ -72,28 +75,82 @@ class RowDrafting(StepDrafting):
         return self._predictor.draft(self._buffers.batch(part), hidden, drafted)
 
 
-class SampleDrafting(StepDrafting):
-    """Drafting after each sample, by a captured step of its own, or kernel by kernel with the same inputs."""
+@dataclass(frozen=True, slots=True)
+class _SampleDrafts:
+    """Drafting after each sample of a part (`Predictor.draft_all`).
 
-    def __init__(self, predictor: Predictor, buffers: BatchBuffers, dispatch: Dispatch) -> None:
+    depth: number of drafts after each sample.
+    samples: number of samples, padding among them.
+    lengths: lengths of the rows in the batch of each token after the samples (`BatchBuffers.fill_samples`).
+    captured: the captured step that drafts; None for kernel by kernel.
+    """
+
+    depth: int
+    samples: int
+    lengths: Sequence[RowLengths]
+    captured: Captured | None
+
+
+class SampleDrafting(StepDrafting):
+    """Drafting after each sample, by a captured step of its own, or kernel by kernel with the same inputs.
+
+    depths: numbers of tokens that can be drafted after a sample, ascending, 0 among them.
+    """
+
+    def __init__(
+        self, predictor: Predictor, buffers: BatchBuffers, dispatch: Dispatch, depths: Sequence[int]
+    ) -> None:
         super().__init__(predictor, buffers)
+        assert buffers.drafting is not None
+        self._draft_buffers = buffers.drafting
         self._dispatch = dispatch
+        self._depths = depths
 
     def plan(
         self, part: Part, first: int, selection: Selection | None, put: Put, *, is_timed: bool
     ) -> PlannedDrafts | None:
         if not part.has_head:
             return None
-        drafting = self._dispatch.drafting(part, selection, is_timed=is_timed)
-        return PlannedDrafts(drafting.depth, partial(self._draft, part, selection, drafting))
+        depth = self._depth(part)
+        drafts = self._write(part, selection, depth, is_timed=is_timed)
+        return PlannedDrafts(depth, partial(self._draft, part, selection, drafts))
+
+    def _depth(self, part: Part) -> int:
+        """Return the number of drafts after each sample of a part. Only the first part of a step has some.
+
+        Steps with too many samples have none (`DraftBuffers.most_samples`).
+        """
+        has_drafts = not part.first and len(part.samples) <= self._draft_buffers.most_samples
+        wanted = max(row.predicts for row in part.rows) if has_drafts else 0
+        depth = next((depth for depth in self._depths if depth >= wanted), None)
+        if depth is None:
+            raise ValueError(f"{wanted} drafts after a row, where at most {self._depths[-1]} are possible")
+        return depth
+
+    def _write(self, part: Part, selection: Selection | None, depth: int, *, is_timed: bool) -> _SampleDrafts:
+        """Write the samples of a part and the tokens after each. Return how `depth` drafts after each are computed."""
+        step = self._dispatch.drafting_step(part, selection, depth)
+        captured = None if is_timed else step
+        samples = len(part.samples)
+        if not depth:
+            return _SampleDrafts(0, samples, [], captured)
+        is_decode = False
+        # As in `Dispatch.batch`: kernels that are called one by one are padded only on a device that compiles.
+        if selection is not None and step is not None and (captured is not None or self._dispatch.compiles):
+            size = step.size(part.tokens)
+            is_decode = not selection.takes_chunks
+            samples = size if is_decode else self._draft_buffers.drafted_samples(size)
+        lengths = self._buffers.fill_samples(
+            part, samples, self._predictor.num_following(depth), is_decode=is_decode)
+        return _SampleDrafts(depth, samples, lengths, captured)
 
     def _draft(
-        self, part: Part, selection: Selection | None, drafting: Drafting, hidden: Tensor
+        self, part: Part, selection: Selection | None, drafts: _SampleDrafts, hidden: Tensor
     ) -> list[Drafts]:
         """Draft from what the step kept (`Predictor.keep`); the ids of the drafts are copied with the sampled ones."""
-        if drafting.captured is not None:
-            drafting.captured.replay(part.tokens, part.head_context_lens, part.cu_seqlens, drafting.lengths)
+        if drafts.captured is not None:
+            drafts.captured.replay(part.tokens, part.head_context_lens, part.cu_seqlens, drafts.lengths)
         else:
-            sampled = self._buffers.samples_of(drafting.lengths, drafting.samples)
-            self._predictor.draft_all(self._dispatch.batch(part, selection), sampled, drafting.depth)
+            sampled = self._buffers.samples_of(drafts.lengths, drafts.samples)
+            self._predictor.draft_all(self._dispatch.batch(part, selection), sampled, drafts.depth)
         return []

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from npuserve.npu.execution.batch import Part
 from npuserve.npu.execution.dispatch import Selection
 from npuserve.npu.execution.sampler import Plan, Put
+from npuserve.npu.execution.staged import Part
 from npuserve.npu.execution.step_drafting import PlannedDrafts
 from npuserve.npu.step import NewRequest
 

@@ -12,7 +12,8 @@ import torch
 from npuserve.kernels.registry import KERNELS
 from npuserve.npu.backends import select
 from npuserve.npu.backends.cpu import CpuBackend
-from npuserve.npu.execution.batch import Batch, BatchBuffers, Part, make_batch
+from npuserve.npu.execution.batch import Batch, BatchBuffers, make_batch
+from npuserve.npu.execution.staged import Part
 from npuserve.npu.step import PENDING, Row
 
 CPU = select("cpu")
@@ -228,7 +229,7 @@ def test_padding_rows_and_tokens_have_distinct_slots():
     assert part.padded == 34
 
     staged = buffers.fill([([Row(0, [1, 2], 15, [0, 2], True)], 1)])
-    buffers.pad(staged.parts[0], 30)
+    buffers.pad_tokens(staged.parts[0], 30)
     staged.upload()
     assert buffers.tokens(30).slot_mapping.tolist() == [15, 32, *range(48, 76)]
 
@@ -255,7 +256,7 @@ def test_pad_adds_tokens_and_rows_without_effect():
         staged = buffers.fill([(rows, len(rows))])
         (part,) = staged.parts
         size = min(40, part.tokens + r.randint(0, 9))
-        buffers.pad(part, size)
+        buffers.pad_tokens(part, size)
         staged.upload()
         same(buffers.batch(part), make_batch(rows, 16, CPU))
         whole, beyond = buffers.tokens(size), slice(part.tokens, size)
@@ -281,7 +282,7 @@ def test_rows_beyond_a_padded_step_have_the_padding_slot(backend: CpuBackend) ->
         rows = [msgspec.structs.replace(row, state_slot=r.randrange(9)) for row in random_rows(r, r.randint(1, 4), 9)]
         (part,) = (staged := buffers.fill([(rows, len(rows))])).parts
         size = min(40, part.tokens + r.randint(0, 9))
-        buffers.pad(part, size)
+        buffers.pad_tokens(part, size)
         staged.upload()
         whole = buffers.tokens(size)
         lengths = whole.attention.cu_seqlens_q.diff().tolist()

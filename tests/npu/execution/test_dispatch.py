@@ -16,7 +16,8 @@ from npuserve.npu.backends.base import Captured, CaptureError
 from npuserve.npu.backends.cpu import CpuBackend
 from npuserve.npu.execution import load as load_module
 from npuserve.npu.execution.batch import Batch
-from npuserve.npu.execution.dispatch import MIN_FORCED, MIN_FORCED_EAGER, CapturableSteps, Dispatch
+from npuserve.npu.execution.capture import CapturableSteps, capture_steps
+from npuserve.npu.execution.dispatch import MIN_FORCED, MIN_FORCED_EAGER
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.step import NewRequest, Row, SamplingParams, Step
 from tests.npu.execution.test_runner import Driver, ids_of, load
@@ -201,5 +202,4 @@ def test_rank_that_cannot_capture_fails(tmp_path, monkeypatch):
     assert runner._dispatch.decodes.argmax is None
     steps = CapturableSteps(runner._forward, runner._buffers, 2)
     with pytest.raises(CaptureError, match="cannot be captured"):
-        Dispatch(
-            backend, runner._buffers, steps, 2, capture_mode="auto", capture_chunks=True, may_drop=False)
+        capture_steps(backend, runner._buffers, steps, 2, mode="auto", captures_chunks=True, may_drop=False)

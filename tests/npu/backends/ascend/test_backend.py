@@ -277,7 +277,7 @@ def test_ascend_without_possible_capture_runs_kernel_by_kernel(tmp_path: Path, c
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npuserve.npu.execution.dispatch").addHandler(handler)
+    logging.getLogger("npuserve.npu.execution.capture").addHandler(handler)
     runner = load(tmp_path, decode_buckets=(1, 2, 4, 8))
     (said,) = warned
     number = "" if code == 207000 else f" (error {code})"

@@ -258,7 +258,7 @@ def test_refused_drafting_leaves_the_steps_captured(tmp_path: Path) -> None:
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("npuserve.npu.execution.dispatch")
+    logger = logging.getLogger("npuserve.npu.execution.capture")
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
     refuse_in_captures("aclnnLogicalAnd")

@@ -19,7 +19,7 @@ from npuserve.kernels.registry import KERNELS, KernelSet
 from npuserve.kernels.sample import Filters
 from npuserve.npu import emulator
 from npuserve.npu.backends.ascend import captured_graph, graphs
-from npuserve.npu.execution import dispatch
+from npuserve.npu.execution import capture
 from npuserve.npu.execution.runner import Runner
 from npuserve.npu.execution.sampler import Sampler
 from npuserve.npu.execution.sampling_state import HostSampling, Penalties, SamplingInputs
@@ -65,7 +65,7 @@ def test_mixed_parameters_of_one_dispatch_equal_cpu(tmp_path: Path, buckets: tup
 def test_step_of_any_rows_samples_a_limited_number(tmp_path: Path) -> None:
     """Beyond it LM head and sampler follow kernel by kernel."""
     saved(tmp_path)
-    with patch.object(dispatch, "MAX_CHOSEN", 3):
+    with patch.object(capture, "MAX_CHOSEN", 3):
         npu = load(tmp_path, decode_buckets=(1, 2))
     got, results = answers(npu, varied(20, PARAMETERS))
     assert got == answers(load(tmp_path, "cpu", block_size=128, threads=1), varied(20, PARAMETERS))[0]
@@ -289,7 +289,7 @@ def test_refused_sampler_leaves_the_decoder_captured(tmp_path: Path, operator: s
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("npuserve.npu.execution.dispatch").addHandler(handler)
+    logging.getLogger("npuserve.npu.execution.capture").addHandler(handler)
     refuse_in_captures(operator)
     npu = load(tmp_path, capture_chunks=chunks)
     emulator.heal()
