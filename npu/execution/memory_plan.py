@@ -159,19 +159,15 @@ def predict(
     for a quantization that the kernels do not support. A plan that does not fit is returned: see `MemoryPlan.fits`.
     """
     resolved, cached = _dtypes(config, backend, dtype, kv_cache_dtype)
-    if prefill:
-        check_prefill(config, prefill, resolved, cached, kv_cache_dtype, kv_offload_memory)
+    check_prefill(config, prefill, resolved, cached, kv_cache_dtype, kv_offload_memory)
     block_size = resolve_block_size(block_size, backend, prefill)
     length = _checked_length(config, max_model_len)
     available = measured.available if measured else backend.memory.available() - reserved
     weights = stored_bytes(config, resolved, backend) + _wide_router_bytes(config, resolved, backend)
-    step_sizes = max_num_seqs, max_num_batched_tokens, length, resolved.itemsize
-    host = None
-    if prefill is None:
-        activations = step_bytes(config, backend, *step_sizes)
-    else:
-        activations = decodes_bytes(config, backend, *step_sizes)
-        host = HostMemory.of(config, prefill, backend, max_num_batched_tokens, length, block_size, resolved)
+    host = (HostMemory.of(config, prefill, backend, max_num_batched_tokens, length, block_size, resolved)
+            if prefill else None)
+    activations = (decodes_bytes if prefill else step_bytes)(
+        config, backend, max_num_seqs, max_num_batched_tokens, length, resolved.itemsize)
     activations += _dequantized_bytes(config, backend, length, block_size) if cached != resolved else 0
     logits = logits_bytes(config, backend, max_num_seqs + max_drafts, resolved.itemsize)
     if measured:
@@ -184,8 +180,7 @@ def predict(
     spared = _spared_bytes(block_bytes_wanted, -(-max_model_len // block_size) * block)
     num_slots, fixed_state = _slots(config, backend, resolved, max_num_seqs, kv_cache_memory, free, spared)
     free_blocks = max(free - fixed_state, 0) // block
-    if host:
-        free_blocks = min(free_blocks, host.max_blocks)
+    free_blocks = min(free_blocks, host.max_blocks) if host else free_blocks
     if kv_cache_memory:
         num_blocks = _given_blocks(
             kv_cache_memory, fixed_state, slot_bytes(config, resolved, backend), block, block_size, max_model_len,
@@ -201,8 +196,7 @@ def predict(
         dtype=str(resolved).removeprefix("torch."), kv_cache_dtype=str(cached).removeprefix("torch."),
         num_blocks=num_blocks, block_size=block_size, max_model_len=length,
         host=host.plan(num_blocks) if host else None, fixed_state=fixed_state, num_slots=num_slots,
-        kv_offload=_offload_bytes(config, backend, kv_offload_memory, block, resolved),
-    )
+        kv_offload=_offload_bytes(config, backend, kv_offload_memory, block, resolved))
 
 
 def _offload_bytes(

@@ -32,14 +32,17 @@ def possible_mtp(setting: MtpSetting, draft: Path | str, host: Backend) -> MtpSe
 
 
 def check_prefill(
-    config: ModelConfig, host: Backend, dtype: torch.dtype, cached: torch.dtype, kv_cache_dtype: str,
+    config: ModelConfig, host: Backend | None, dtype: torch.dtype, cached: torch.dtype, kv_cache_dtype: str,
     kv_offload_memory: int,
 ) -> None:
     """Raise BackendError if the host cannot compute a model's prompts, or if a setting is not possible beside them.
 
+    host: None if the device computes the prompts; nothing is checked then.
     dtype, cached: of the activations, and of the device's KV cache.
     kv_cache_dtype, kv_offload_memory: settings.
     """
+    if host is None:
+        return
     try:
         check_schemes(config, host)
     except BackendError as error:
