@@ -1,4 +1,5 @@
-"""Commands in the documents: flags of `npuserve` exist, and so do scripts and modules that Python or a shell runs."""
+"""Commands in the documents: flags of `npuserve` exist, and so do scripts and modules that Python or a shell runs, and
+what the links lead to."""
 
 from __future__ import annotations
 
@@ -63,3 +64,22 @@ def test_documented_scripts_exist() -> None:
                     assert (ROOT / name).exists() or (page.parent / name).exists(), f"{page.name}: {name}"
                     found += 1
     assert found > 50
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", re.sub(r"\[(.*?)]\(.*?\)", r"\1", head).lower()).replace(" ", "-") for head in heads}
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    links = [(page, link) for page in PAGES for link in re.findall(r"]\(([^)\s]+)\)", page.read_text())
+             if not re.match(r"\w+:", link)]
+    broken = []
+    for page, link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert links
+    assert not broken

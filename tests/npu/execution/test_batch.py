@@ -38,10 +38,9 @@ def test_make_batch_values():
     assert {t.dtype for t in (attention.block_tables, attention.context_lens, attention.cu_seqlens_q)} == {torch.int32}
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_make_batch_equals_one_token_at_a_time(seed):
-    r = random.Random(seed)
-    block_size = r.choice([1, 2, 16])
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_make_batch_equals_one_token_at_a_time(block_size):
+    r = random.Random(block_size)
     rows = []
     for request in range(r.randint(1, 6)):
         start, length = r.choice([0, r.randint(0, 70)]), r.choice([1, r.randint(1, 40)])

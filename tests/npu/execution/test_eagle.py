@@ -43,7 +43,7 @@ def random_head(model: PreTrainedModel, seed: int) -> EagleHead:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(6, 20))])
 def test_drafts_equal_the_reference(tmp_path: Path, seed: int) -> None:
     """Of each depth, after prompts in chunks, prefix hits, preemptions, and accepted and rejected drafts."""
     model = random_model(FAMILIES[seed % 4], seed, num_hidden_layers=3 + seed % 3, max_position_embeddings=256)
