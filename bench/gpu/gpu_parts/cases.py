@@ -28,6 +28,7 @@ from npuserve.kernels import (
     sigmoid_gate,
     swiglu,
 )
+from npuserve.kernels.case_numbers import FLOATS, int4
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import Case
 from npuserve.npu.backends.machine import takes_case
@@ -36,7 +37,7 @@ FLOAT8 = ("float8", "grouped float8")
 """Forms of float8, for which fewer numbers of rows are tested and timed."""
 
 
-INT4 = "int4 128"
+INT4 = int4(128)
 """Form of 4 bits in groups of 128, for which as many are."""
 
 
@@ -64,13 +65,15 @@ def _cases(shape: dict[str, Any], rows: tuple[int, ...], many: int, toy: bool) -
     width = heads * head
     products = ((hidden, width + 2 * kv_heads * head), (width, hidden), (inner, hidden))
     few = [n for n in rows if n in (rows[0], 64, 256)]
-    for int8 in ("", "given", *FLOAT8, INT4):
-        for tokens in (*(few if int8 in (*FLOAT8, INT4) else rows), many):
-            yield from (("linear", linear._case(tokens, k, n, int8=int8)) for k, n in products)
-            scheme = "int8" if int8 == "given" else "" if int8 == INT4 else int8
-            yield "linear_swiglu", linear._swiglu_case(tokens, hidden, inner, int8=int8, scheme=scheme)
+    for numbers, scheme, each_tokens in (
+            (FLOATS, "", rows), (linear.INT8_GIVEN, "int8", rows), (linear.FLOAT8_GIVEN, "float8", few),
+            (linear.GROUPED_GIVEN, "grouped float8", few), (INT4, "", few)):
+        for tokens in (*each_tokens, many):
+            yield from (("linear", linear._case(tokens, k, n, numbers=numbers)) for k, n in products)
+            yield "linear_swiglu", linear._swiglu_case(tokens, hidden, inner, numbers=numbers, scheme=scheme)
     for tokens in rows:
-        yield from (("linear_argmax", linear._argmax_case(tokens, hidden, vocabulary, 0, int8=i)) for i in ("", "made"))
+        yield from (("linear_argmax", linear._argmax_case(tokens, hidden, vocabulary, 0, numbers=numbers))
+                    for numbers in (FLOATS, linear.INT8_MADE))
         yield "greedy", greedy._case(tokens, vocabulary, 0)
         yield "sample", sample._case(tokens, vocabulary, 0, top_k=20, top_p=0.95)
     for tokens in (*rows, many):
@@ -118,10 +121,11 @@ def _experts_cases(shape: dict[str, Any], rows: tuple[int, ...], many: int) -> I
     few = [n for n in rows if n in (rows[0], 8, 64)]
     for tokens in (*rows, many):
         yield "route_experts", experts._route_case(tokens, hidden, count, top_k, True)
-    for numbers in ("", "grouped float8", "int8", INT4):
-        for tokens in (*(rows if numbers == "grouped float8" else few), many):
+    for numbers, scheme, each_tokens in (
+            (FLOATS, "", few), (experts.FLOAT8_GROUPS, "grouped float8", rows), (experts.INT8, "int8", few),
+            (INT4, "", few)):
+        for tokens in (*each_tokens, many):
             sizes = tokens, count, top_k, hidden, width
-            scheme = "" if numbers == INT4 else numbers
             yield "experts_swiglu", experts._swiglu_case(sizes, numbers, scheme)
             yield "experts_sum", experts._sum_case(sizes, numbers, shared="shared_expert_intermediate_size" in shape)
         yield "experts_swiglu", experts._swiglu_case((rows[-1], count, top_k, hidden, width), numbers, one=True)

@@ -13,6 +13,7 @@ from gpu_parts.cases import made_on
 from gpu_parts.shapes import SHAPES, inner_size
 from gpu_parts.worker import Context
 from npuserve.kernels import attention, linear, quantized
+from npuserve.kernels.case_numbers import FLOATS, Numbers
 from npuserve.kernels.kv_cache import QUANTIZED
 from npuserve.kernels.registry import KERNELS, Case, Implementation, Kernel
 from npuserve.kernels.triton import LABEL
@@ -40,9 +41,9 @@ def shapes(context: Context) -> Iterator[Shape]:
     """Yield the shapes, the most frequent first; none if the kernels are not in Triton."""
     if context.backend.kernels != LABEL:
         return
-    for int8 in ("", "float8", "given", "grouped float8"):
+    for numbers in (FLOATS, linear.FLOAT8_GIVEN, linear.INT8_GIVEN, linear.GROUPED_GIVEN):
         for bucket, rows in list(ROWS.items())[: 1 if context.toy or context.quick else None]:
-            yield from _products(context, int8, bucket, rows)
+            yield from _products(context, numbers, bucket, rows)
     yield from _attentions(context)
 
 
@@ -57,8 +58,8 @@ def _made(name: str, key: str, kernel: Kernel[..., Any], case: Case, variants: d
     return Shape(name, key, replace(kernel, implementations=made), made_on(case, context.backend.device))
 
 
-def _products(context: Context, int8: str, bucket: int, rows: int) -> Iterator[Shape]:
-    """Yield the shapes of the products. int8: as for `linear._case`."""
+def _products(context: Context, numbers: Numbers, bucket: int, rows: int) -> Iterator[Shape]:
+    """Yield the shapes of the products."""
     from npuserve.kernels.triton.common import processors
     from npuserve.kernels.triton.linear_tiles import candidates, key
 
@@ -66,24 +67,24 @@ def _products(context: Context, int8: str, bucket: int, rows: int) -> Iterator[S
     hidden, inner = shape["hidden_size"], inner_size(shape)
     width = shape["num_attention_heads"] * shape["head_dim"]
     qkv = width + 2 * shape["num_key_value_heads"] * shape["head_dim"]
-    form: Any = int8 if "float8" in int8 else ""
-    cases: list[tuple[Any, int, int, Case]] = [("linear", n, k, linear._case(rows, k, n, int8=int8)) for k, n in (
+    form: Any = numbers.label if numbers.is_float8 else ""
+    cases: list[tuple[Any, int, int, Case]] = [("linear", n, k, linear._case(rows, k, n, numbers=numbers)) for k, n in (
         (hidden, qkv), (width, hidden), (inner, hidden))]
-    cases.append(("linear_swiglu", 2 * inner, hidden, linear._swiglu_case(rows, hidden, inner, int8=int8)))
+    cases.append(("linear_swiglu", 2 * inner, hidden, linear._swiglu_case(rows, hidden, inner, numbers=numbers)))
     if bucket <= 256 and not form:  # no checkpoint has a float8 LM head
         vocabulary = shape["vocab_size"]
         cases.append(("linear_argmax", vocabulary, hidden, linear._argmax_case(
-            rows, hidden, vocabulary, 0, int8="made" if int8 else "")))
-    itemsize = 1 if int8 else 2
+            rows, hidden, vocabulary, 0, numbers=linear.INT8_MADE if numbers.scheme else FLOATS)))
+    itemsize = 1 if numbers.scheme else 2
     for kind, n, k, case in cases:
         if not takes_case(context.backend, case):
             continue
         found = candidates(kind, itemsize, rows, n, k, processors(context.backend.device), form=form)
         yield _made(f"{kind} {case.name}", repr(key(kind, itemsize, bucket, n, k, form)), KERNELS[kind], case,
-                    {str(tiles): _product(kind, tiles, int8) for tiles in found}, context)
+                    {str(tiles): _product(kind, tiles, numbers) for tiles in found}, context)
 
 
-def _product(kind: str, tiles: Any, int8: str) -> Callable[..., Any]:
+def _product(kind: str, tiles: Any, numbers: Numbers) -> Callable[..., Any]:
     """Return an implementation with these tiles; None: the library's GEMM."""
     from npuserve.kernels.triton import launch_linear as launch
 
@@ -92,9 +93,9 @@ def _product(kind: str, tiles: Any, int8: str) -> Callable[..., Any]:
         if tiles is not None:
             arguments = rest if kind == "linear_argmax" else ()
             return getattr(launch, kind)(x, weight, bias, *arguments, tiles=tiles)
-        if int8 == "given":
+        if numbers is linear.INT8_GIVEN:
             return launch.library(kind, x, weight, bias)  # type: ignore[arg-type]
-        whole = launch.library("linear", x, weight, bias) if int8 else F.linear(x, weight, bias)
+        whole = launch.library("linear", x, weight, bias) if numbers.scheme else F.linear(x, weight, bias)
         if kind == "linear":
             return whole
         after, arguments = ("swiglu", ()) if kind == "linear_swiglu" else ("greedy", rest)

@@ -15,6 +15,7 @@ from npuserve.cli import main as cli
 from npuserve.cli.acceptance import kernels, latency, sampling, variants
 from npuserve.cli.acceptance import tokens as accept_tokens
 from npuserve.kernels import linear, native
+from npuserve.kernels.case_numbers import FLOATS
 from npuserve.kernels.registry import KERNELS
 
 Capture = pytest.CaptureFixture[str]
@@ -48,7 +49,8 @@ def few_wide_tokens() -> AbstractContextManager[object]:
 
 def narrow_lm_heads() -> AbstractContextManager[object]:
     """Replace the benchmark cases of LM heads by one of 64 columns for each dtype, which still has 151,936 ids."""
-    cases = [linear._argmax_case(8, 64, 151936, 0, benchmark=True, int8=int8) for int8 in ("", "made")]
+    cases = [linear._argmax_case(8, 64, 151936, 0, benchmark=True, numbers=numbers)
+             for numbers in (FLOATS, linear.INT8_MADE)]
     kernel = KERNELS["linear_argmax"]
     return mock.patch.object(kernel, "cases", [case for case in kernel.cases if not case.benchmark] + cases)
 

@@ -30,7 +30,7 @@ def test_check_tokens_corrupt_overlap_fails(folder: Path, capsys: Capture, monke
 
     def launched(self: Runner, step: Any) -> Any:
         if in_flight:
-            self.backend.enqueue(lambda: self._last.add_(1).remainder_(100))
+            self.backend.enqueue(lambda: self._device_ids[0].add_(1).remainder_(100))
         in_flight.append(step)
         return launch(self, step)
 
