@@ -47,6 +47,11 @@ _TORCH_THREADS = torch.get_num_threads()
 _MAX_EXIT_SECONDS = 60.0
 """Maximum time for which the interpreter's exit waits for running kernels."""
 
+CACHE_DIVISOR = 4
+"""A cache of unset size takes a quarter of the free memory: other processes run on the host."""
+MAX_CACHE_BYTES = 4 << 30
+"""Maximum of a cache of unset size: its pages must be cleared."""
+
 
 class CompletedEvent:
     """Event of a device whose work is complete when it is queued."""
@@ -176,11 +181,6 @@ class CapturedProgram:
         self, rows: int, context_lens: Sequence[int]
     ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
         return self._program.replay_timed(rows)
-
-CACHE_DIVISOR = 4
-"""A cache of unset size takes this part of the free memory: other processes run on the host."""
-MAX_CACHE_BYTES = 4 << 30
-"""Maximum of a cache of unset size: its pages must be cleared."""
 
 
 class HostMemory(DeviceMemory):

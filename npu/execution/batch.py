@@ -311,7 +311,7 @@ class BatchBuffers:
             staged.parts.append(part)
             first += part.padded
             num_samples += len(part.samples)
-            width = max(width, *lengths.blocks)
+            width = max(width, max(lengths.blocks))
         tables = self._table[None, :first, :width]
         if self._has_mtp and any(self._has_head_table(part.rows) for part in staged.parts):
             tables = np.concatenate((tables, self._head_tables(staged.parts, width)))
